@@ -1,0 +1,160 @@
+"""The frame round every command: exit codes, messages, progress and tables.  Only the `cli` modules import this one."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+import click
+from bel.formats.errors import BelError, InterruptedRun, MachineError, printable
+from bel.formats.units import MIB
+
+_HINTS = {
+    errno.ENOSPC: "No space is left; free some, or use -o on another disk",
+    errno.EDQUOT: "The quota is used up; use -o on another disk",
+    errno.EFBIG: "The file is larger than the file system or the process limit (ulimit -f) allows",
+    errno.EACCES: "There is no permission; check the owner, or use -o for another place",
+    errno.EPERM: "There is no permission; check the owner, or use -o for another place",
+    errno.EROFS: "The file system is read-only; use -o for another place",
+    errno.EMFILE: "Too many open files; raise the limit (ulimit -n)",
+    errno.ENFILE: "Too many open files on this machine",
+    errno.EIO: "The disk reports a read or write error; check it (dmesg, smartctl)",
+    errno.ENOMEM: "Out of memory",
+    errno.ENAMETOOLONG: "The name is too long for this file system; use -o with a shorter one",
+}
+
+
+def run_command(command: click.Command, name: str, arguments: Sequence[str] | None = None) -> int:
+    """Run a click command and give its exit status.  Every error becomes one message on stderr, never a traceback."""
+    _catch_signals()
+    try:
+        status = command.main(None if arguments is None else list(arguments), prog_name=name, standalone_mode=False)
+        sys.stdout.flush()
+        return status if isinstance(status, int) else 0
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except BelError as error:
+        return _fail(name, str(error), error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        return _fail(name, "interrupted; nothing was left behind", InterruptedRun.exit_code)
+    except BrokenPipeError:  # the reader of our output has gone: nobody is left to be told
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return MachineError.exit_code
+    except MemoryError:
+        return _fail(name, "out of memory", MachineError.exit_code)
+    except OSError as error:
+        return _fail(name, _os_message(error), MachineError.exit_code)
+    except RuntimeError as error:
+        if "start new thread" not in str(error):
+            raise
+        return _fail(name, "the machine refuses another thread (limits on processes or memory)", MachineError.exit_code)
+
+
+def _catch_signals() -> None:
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays in force
+            signal.signal(number, stop)
+
+
+def _os_message(error: OSError) -> str:
+    what = error.strerror or str(error)
+    place = f"{printable(os.fsdecode(error.filename))}: " if error.filename else ""
+    hint = _HINTS.get(error.errno or 0)
+    return f"{place}{what}" + (f". {hint}" if hint else "")
+
+
+def _fail(name: str, message: str, status: int) -> int:
+    try:
+        sys.stdout.flush()
+    except OSError:  # stdout is what failed; its buffer must not fail again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    try:
+        sys.stderr.write(f"{name}: error: {message}\n")
+        sys.stderr.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    return status
+
+
+def say(name: str, message: str) -> None:
+    """One line on stderr: a warning, or what is being done."""
+    click.echo(f"{name}: {printable(message) if len(message) <= 300 else message}", err=True)
+
+
+def print_json(answer: dict[str, Any]) -> None:
+    """One JSON object on stdout.  NaN is a bug of ours and raises."""
+    click.echo(json.dumps(answer, allow_nan=False))
+
+
+def print_table(title: str, rows: list[tuple[str, str]], *, err: bool = False) -> None:
+    """A two-column table; long values wrap."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(printable(title)), show_header=False, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for key, value in rows:
+        table.add_row(Text(key), Text(value))
+    Console(stderr=err, highlight=False, soft_wrap=False).print(table)
+
+
+class Progress:
+    """Progress of one command on stderr: a bar on a terminal, a plain line now and then elsewhere, nothing when quick."""
+
+    PLAIN_SECONDS = 5.0
+    QUIET_SECONDS = 0.5
+
+    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._name, self._clock = name, clock
+        self._bar: Any = None
+        self._phase = ""
+        self._began = self._last = 0.0
+        self._is_terminal = sys.stderr.isatty()
+
+    def __call__(self, phase: str, done_bytes: int, total_bytes: int) -> None:
+        """Say how far a phase has come."""
+        now = self._clock()
+        if phase != self._phase:
+            self.close()
+            self._phase, self._began, self._last = phase, now, now
+        if self._is_terminal:
+            self._draw(done_bytes, total_bytes, now)
+        elif now - self._last >= self.PLAIN_SECONDS:
+            self._last = now
+            rate = done_bytes / max(now - self._began, 1e-9)
+            left = (total_bytes - done_bytes) / max(rate, 1.0)
+            click.echo(
+                f"{self._name}: {phase} {100 * done_bytes // max(total_bytes, 1)} % of {total_bytes / MIB:.0f} MiB, "
+                f"{rate / 1e6:.0f} MB/s, {left:.0f} s left",
+                err=True,
+            )
+
+    def _draw(self, done: int, total: int, now: float) -> None:
+        if self._bar is None:
+            if now - self._began < self.QUIET_SECONDS:
+                return
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, desc=self._phase, unit="B", unit_scale=True, file=sys.stderr, leave=False)
+        self._bar.update(done - self._bar.n)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None

@@ -1,0 +1,223 @@
+"""Restoring the original files from a bundle, byte for byte."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from bel.formats.atomic import StagingFolder, fsync_folder
+from bel.formats.bundle import Bundle, check_sizes, expected_experts_header, read_index
+from bel.formats.digest import DIGEST_BYTES
+from bel.formats.errors import DamagedBundleError, UsageError
+from bel.formats.experts_file import BlobPart, LayerLayout
+from bel.formats.holes import extents, hole_bytes
+from bel.formats.manifest import DENSE, EXPERTS, SourceRow
+from bel.formats.units import MIB
+from bel.repack.digests import SliceDigests
+from bel.repack.kept import KeptBytes, check_kept
+from bel.repack.sink import Sink
+from bel.repack.spans import Kind, Placed, Span, gguf_spans
+from bel.repack.stream import Read, Stream
+from bel.repack.target import check_space
+from bel.repack.verify import read_file_head
+from bel.repack.walk import Advance, pieces
+
+STAGING_NAME = ".bel-restore.bel-tmp"
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredFile:
+    """One restored file.  `sha256` is None only where the source was too sparse to have one (see SourceRow)."""
+
+    name: str
+    size_bytes: int
+    sha256: str | None
+
+
+def restore(bundle: Bundle, folder: Path, *, force: bool, progress: Callable[[str, int, int], None]) -> list[RestoredFile]:
+    """Write the source files of a bundle into `folder`, made if need be; all of them, or after any error none.
+
+    Raises UsageError where one exists and `force` is not set, DamagedBundleError where the bundle's bytes are not those
+    that were written (each is checked before a file gets its name), OSError and MachineError for the machine's refusals.
+    """
+    manifest = bundle.manifest
+    names = [source.name for source in manifest.sources]
+    _check_free(bundle, folder, names, force=force)
+    check_sizes(bundle)
+    made = _make_folder(folder)
+    try:
+        check_space(folder, sum(s.size_bytes - s.hole_bytes for s in manifest.sources))
+        with StagingFolder(folder / STAGING_NAME) as staging, _Parts(bundle) as parts:
+            sink = Sink(staging.path)
+            try:
+                advance = _counter(progress, sum(s.size_bytes for s in manifest.sources))
+                done = [_restore_file(parts, number, sink, advance) for number in range(len(names))]
+                sink.sync()
+            finally:
+                sink.close()
+            _check_free(bundle, folder, names, force=force)
+            for name in names:
+                os.replace(staging.path / name, folder / name)
+            fsync_folder(folder)
+        return done
+    except BaseException:
+        if made and not os.listdir(folder):
+            os.rmdir(folder)
+        raise
+
+
+def _counter(progress: Callable[[str, int, int], None], total_bytes: int) -> Advance:
+    done = 0
+
+    def advance(size_bytes: int) -> None:
+        nonlocal done
+        done += size_bytes
+        progress("restore", done, total_bytes)
+
+    return advance
+
+
+def _check_free(bundle: Bundle, folder: Path, names: list[str], *, force: bool) -> None:
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise UsageError("the output exists and is not a folder", path=str(folder))
+    if folder.is_dir() and os.path.samefile(folder, bundle.folder):
+        raise UsageError("files are not restored into the bundle itself", path=str(folder), hint="Give another -o")
+    for name in names:
+        path = folder / name
+        if os.path.lexists(path) and not force:
+            raise UsageError(
+                "the file exists already", path=str(path), hint="Use --force to replace it, or -o for another folder"
+            )
+        if path.is_dir() and not path.is_symlink():
+            raise UsageError("a folder of this name exists; it is not replaced", path=str(path))
+
+
+def _make_folder(folder: Path) -> bool:
+    if folder.is_dir():
+        return False
+    if not folder.parent.is_dir():
+        raise UsageError("the folder that should hold the output does not exist", path=str(folder.parent))
+    os.mkdir(folder)
+    return True
+
+
+class _Parts:
+    """The open files of a bundle, as the reads that give back a source file."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        self.bundle = bundle
+        self.index = read_index(bundle)
+        self.where: dict[int, tuple[LayerLayout, BlobPart, int]] = {}
+        at = 0
+        for layer in bundle.manifest.layers:
+            for number, part in enumerate(layer.parts):
+                self.where[part.tensor] = (layer, part, at + number)
+            at += layer.n_expert * len(layer.parts)
+        self._stack = ExitStack()
+        self._fds: dict[str, tuple[int, bool]] = {}
+
+    def __enter__(self) -> _Parts:
+        manifest = self.bundle.manifest
+        for shard, row in enumerate(manifest.experts):
+            path = self.bundle.path(row.name)
+            if read_file_head(path, len(expected_experts_header(manifest, shard))) != expected_experts_header(manifest, shard):
+                raise DamagedBundleError(
+                    "checksum mismatch in the header page: damaged, or from another bundle", path=str(path), offset_bytes=0
+                )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def reads(self, spans: Iterator[Span], kept: KeptBytes) -> Iterator[Read]:
+        """What to read for each span of a source file, in order."""
+        for span in spans:
+            if span.kind is Kind.SLICE:
+                yield from self._slice(span)
+                continue
+            for at in range(span.start_bytes, span.start_bytes + span.size_bytes, MIB):
+                size = min(MIB, span.start_bytes + span.size_bytes - at)
+                yield Read(self.bundle.folder, None, at, size, kept.take(at, size))
+
+    def _slice(self, span: Span) -> Iterator[Read]:
+        manifest = self.bundle.manifest
+        row = manifest.tensors[span.tensor]
+        if row.dest == EXPERTS:
+            layer, part, _ = self.where[span.tensor]
+            name, offset = manifest.experts[layer.shard].name, layer.part_offset(span.part, part)
+        else:
+            file = manifest.dense if row.dest == DENSE else manifest.ple
+            assert file is not None, "the manifest was checked: a PLE tensor has a PLE file"
+            name, offset = file.name, row.dest_offset_bytes + span.part * span.size_bytes
+        path = self.bundle.path(name)
+        fd, sparse = self._open(path)
+        if not sparse:
+            yield Read(path, fd, offset, span.size_bytes)
+            return
+        for extent in extents(fd, offset, offset + span.size_bytes):
+            yield Read(path, None if extent.is_hole else fd, extent.start_bytes, extent.size_bytes)
+
+    def _open(self, path: Path) -> tuple[int, bool]:
+        """A descriptor of a file of the bundle, and whether it has holes worth looking for."""
+        if path.name not in self._fds:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._stack.callback(os.close, fd)
+            self._fds[path.name] = (fd, hole_bytes(fd, os.fstat(fd).st_size) > 0)
+        return self._fds[path.name]
+
+    def check(self, span: Span, digest: bytes) -> None:
+        """Raise DamagedBundleError where a slice of an expert stack does not hash to what it must."""
+        row = self.bundle.manifest.tensors[span.tensor]
+        if row.dest != EXPERTS:
+            return
+        layer, part, first = self.where[span.tensor]
+        number = (first + span.part * len(layer.parts)) * DIGEST_BYTES
+        if digest != self.index[number : number + DIGEST_BYTES]:
+            raise DamagedBundleError(
+                f"checksum mismatch in layer {layer.layer} expert {span.part} part {part.role}: the bytes are corrupt",
+                path=str(self.bundle.path(self.bundle.manifest.experts[layer.shard].name)),
+                offset_bytes=layer.part_offset(span.part, part),
+            )
+
+
+def _restore_file(parts: _Parts, number: int, sink: Sink, advance: Advance) -> RestoredFile:
+    manifest, bundle = parts.bundle.manifest, parts.bundle
+    source = manifest.sources[number]
+    kept_path = bundle.path(source.header_file)
+    check_kept(kept_path, source)
+    placed = [
+        Placed(i, t.ne, t.source_offset_bytes, t.size_bytes) for i, t in enumerate(manifest.tensors) if t.source == number
+    ]
+    header_bytes = source.kept[0][1] if source.kept else 0
+    spans = list(gguf_spans(header_bytes, placed, source.size_bytes))
+    kept, digests = KeptBytes(kept_path, source), SliceDigests()
+    sink.create(source.name, source.size_bytes)
+    with Stream(parts.reads(iter(spans), kept), sha256=source.sha256 is not None) as stream:
+        for piece, data in pieces(stream, spans, advance):
+            if piece.span.kind is Kind.SLICE:
+                digest = digests.add(piece, data)
+                if digest is not None:
+                    parts.check(piece.span, digest)
+            if data is not None:
+                sink.write(source.name, data, piece.span.start_bytes + piece.at_bytes)
+    _check_file(bundle, source, number, digests, stream.sha256())
+    return RestoredFile(source.name, source.size_bytes, stream.sha256())
+
+
+def _check_file(bundle: Bundle, source: SourceRow, number: int, digests: SliceDigests, sha256: str | None) -> None:
+    for index, row in enumerate(bundle.manifest.tensors):
+        if row.source == number and digests.tensor(index) != bytes.fromhex(row.digest):
+            name = {DENSE: bundle.manifest.dense.name}.get(row.dest, bundle.folder.name)
+            raise DamagedBundleError(
+                "checksum mismatch: the tensor's bytes are corrupt", path=str(bundle.path(name)), tensor=row.name
+            )
+    if sha256 != source.sha256:
+        raise DamagedBundleError(
+            f"the restored {source.name} is not the original: its sha256 does not match",
+            path=str(bundle.folder),
+            found=sha256,
+            expected=source.sha256,
+        )
