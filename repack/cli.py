@@ -115,10 +115,8 @@ def convert(
         return
     holes = sum(sparse_bytes(h.path, h.file_bytes) for h in source.files)
     if holes:
-        say(
-            NAME,
-            f"warning: {format_bytes(holes)} of the source are holes (never written, read as zeros): an unfinished download looks like this",
-        )
+        unwritten = f"{format_bytes(holes)} of the source are holes (never written, read as zeros)"
+        say(NAME, f"warning: {unwritten}: an unfinished download looks like this")
     progress = Progress(NAME)
     try:
         done = run(source, layout, target, force=force, check=not no_verify, progress=progress)
