@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 import click
+
 from bel.formats.errors import BelError, InterruptedRun, MachineError, printable
 from bel.formats.units import MIB
 

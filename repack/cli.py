@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-from bel.formats.bundle import is_bundle, open_bundle
+
+from bel.formats.bundle import check_sizes, is_bundle, open_bundle
 from bel.formats.console import Progress, print_json, print_table, run_command, say
 from bel.formats.errors import DamagedBundleError
 from bel.formats.experts import find_experts, warnings
@@ -152,7 +153,9 @@ def inspect(path: Path, digest: bool, as_json: bool) -> None:
     from bel.repack.inspect import describe_layout, describe_manifest, digest_model
 
     if is_bundle(path):
-        answer = {"format": "bundle", **describe_manifest(open_bundle(path).manifest)}
+        bundle = open_bundle(path)
+        check_sizes(bundle)
+        answer = {"format": "bundle", **describe_manifest(bundle.manifest)}
     else:
         source = open_model(path)
         layout = plan_layout(source, model_base_name(path), ple="auto", shard_bytes=2**63)

@@ -75,7 +75,8 @@ def convert(model: GgufModel, layout: Layout, target: Path, *, force: bool, chec
     """
     began = time.monotonic()
     holes = [sparse_bytes(header.path, header.file_bytes) for header in model.files]
-    total = layout.dense.size_bytes + (layout.ple.size_bytes if layout.ple else 0) + sum(layout.experts_bytes)
+    kept_at_most = sum(header.data_start_bytes for header in model.files)
+    total = layout.size_bytes + kept_at_most
     check_space(target.parent, max(0, total - sum(holes)))
     with StagingFolder(staging_path(target)) as staging:
         sink = Sink(staging.path)

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import zstandard
+from blake3 import blake3
+
 from bel.formats.atomic import named_errors
 from bel.formats.errors import DamagedBundleError
 from bel.formats.manifest import SourceRow
 from bel.formats.units import MIB
-from blake3 import blake3
 
 _LEVEL = 3  # vocabularies shrink to a third at any level; higher ones cost seconds for a few percent
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from bel.formats.digest import DIGEST_BYTES
 from bel.formats.errors import UsageError
 from bel.formats.experts import ExpertLayer, find_experts
-from bel.formats.experts_file import PAGE_BYTES, BlobPart, LayerLayout, blob_layout
+from bel.formats.experts_file import INDEX_HEADER, PAGE_BYTES, BlobPart, LayerLayout, blob_layout
 from bel.formats.gguf_compose import GgufLayout, compose, i32_entry, string_entry, u16_entry, u32_entry
 from bel.formats.gguf_model import GgufModel
 from bel.formats.manifest import DENSE, EXPERTS, PLE
@@ -62,6 +63,13 @@ class Layout:
         if count == 1:
             return (f"{self.name}-experts.bin",)
         return tuple(f"{self.name}-experts-{i + 1:05d}-of-{count:05d}.bin" for i in range(count))
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the GGUF files, the experts files and the digest table."""
+        parts = sum(layer.n_expert * len(layer.parts) for layer in self.layers)
+        ggufs = self.dense.size_bytes + (self.ple.size_bytes if self.ple else 0)
+        return ggufs + sum(self.experts_bytes) + INDEX_HEADER.size + parts * DIGEST_BYTES
 
 
 def plan_layout(model: GgufModel, name: str, *, ple: str, shard_bytes: int) -> Layout:

@@ -12,7 +12,10 @@ sys.path.insert(0, str(Path(__file__).parent))  # synth and the other helper mod
 
 # A run is the same everywhere: seeded, and without a deadline, which a busy machine would miss.
 settings.register_profile(
-    "project", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    "project",
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("project")
 
