@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The main job on the example model: repack it, look at it, verify it, restore it, and compare.  Run by `make demo`.
 set -euo pipefail
-here=$(cd "$(dirname "$0")" && pwd)
-model=$here/tiny-moe-q8_0.gguf
+cd "$(dirname "$0")/.."
+model=examples/tiny-moe-q8_0.gguf
 out=${1:-demo-out}
 rm -rf "$out"
 mkdir -p "$out"

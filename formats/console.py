@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from bel.formats.errors import BelError, InterruptedRun, MachineError, printable
+from bel.formats.errors import BelError, InterruptedRun, MachineError, printable, printable_line
 from bel.formats.units import MIB
 
 _HINTS = {
@@ -101,17 +101,15 @@ def print_json(answer: dict[str, Any]) -> None:
 
 
 def print_table(title: str, rows: list[tuple[str, str]], *, err: bool = False) -> None:
-    """A two-column table; long values wrap."""
+    """A title and two columns.  Values are never wrapped or cut: paths and digests are there to be copied."""
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(printable(title)), show_header=False, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
+    console = Console(stderr=err, highlight=False)
+    width = max((len(key) for key, _ in rows), default=0) + 2
+    console.print(Text(printable(title), style="bold"), soft_wrap=True)
     for key, value in rows:
-        table.add_row(Text(key), Text(value))
-    Console(stderr=err, highlight=False, soft_wrap=False).print(table)
+        console.print(Text.assemble(("  " + key.ljust(width), "bold cyan"), printable_line(value)), soft_wrap=True)
 
 
 class Progress:

@@ -83,9 +83,14 @@ class InterruptedRun(BelError):  # noqa: N818 - not an error of ours: the user o
 
 
 def printable(text: str) -> str:
-    """`text` for a terminal: control characters and undecodable bytes are escaped, and it is cut at 300 characters.
+    """`printable_line`, cut at 300 characters: for names and texts that came from a file."""
+    shown = printable_line(text)
+    return shown if len(shown) <= 300 else shown[:297] + "..."
+
+
+def printable_line(text: str) -> str:
+    """`text` for a terminal, on one line: control characters and undecodable bytes are escaped.
 
     Names in a file are arbitrary bytes; printed raw they could move the cursor or forge a line of output.
     """
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
-    return shown if len(shown) <= 300 else shown[:297] + "..."
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)

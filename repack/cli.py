@@ -102,7 +102,8 @@ def convert(
 
     source = open_model(model)
     name = model_base_name(model)
-    target = _absolute_parent(output if output is not None else model.with_name(f"{name}.bel"))
+    named = output if output is not None else model.with_name(f"{name}.bel")
+    target = Path(os.path.abspath(named))  # links are not resolved: the last part may be one that --force replaces
     layout = plan_layout(source, name, ple=ple, shard_bytes=shard_size)
     _say_warnings(source)
     if not dry_run:
@@ -112,7 +113,7 @@ def convert(
         if as_json:
             print_json(answer)
         else:
-            print_table("what the bundle would hold (nothing was written)", [("bundle", str(target)), *model_rows(answer)])
+            print_table("what the bundle would hold (nothing was written)", [("bundle", str(named)), *model_rows(answer)])
         return
     holes = sum(sparse_bytes(h.path, h.file_bytes) for h in source.files)
     if holes:
@@ -135,7 +136,7 @@ def convert(
     if as_json:
         print_json(answer)
     else:
-        print_table("repacked", conversion_rows(answer, target))
+        print_table("repacked", conversion_rows(answer, named))
 
 
 @main_group.command(context_settings=_SETTINGS)
@@ -269,11 +270,6 @@ def restore(bundle: Path, output: Path, force: bool, as_json: bool) -> None:
 def _say_warnings(model: GgufModel) -> None:
     for text in warnings(model, find_experts(model)):
         say(NAME, f"warning: {text}")
-
-
-def _absolute_parent(path: Path) -> Path:
-    """An absolute path whose last part is not resolved, so that a link there stays a link."""
-    return Path(os.path.abspath(path))
 
 
 def main() -> None:

@@ -42,7 +42,7 @@ def model_rows(answer: dict[str, Any]) -> Rows:
 
 
 def conversion_rows(answer: dict[str, Any], bundle: Path) -> Rows:
-    """What a conversion did, and what to run next."""
+    """What a conversion did, and what to run next.  `bundle` is its path as the user would write it."""
     rate = answer["bytes_written"] / max(answer["seconds"], 1e-9) / 1e6
     seconds = answer["verify_seconds"]
     rows = [("bundle", str(bundle)), *model_rows(answer)]
@@ -51,7 +51,7 @@ def conversion_rows(answer: dict[str, Any], bundle: Path) -> Rows:
     rows.append(("peak memory", format_bytes(answer["peak_rss_bytes"])))
     quoted = shell_word(str(bundle))
     rows.append(("next", f"bel-repack inspect {quoted}"))
-    rows.append(("", f"bel-repack restore {quoted} -o DIR    (gives the original files back)"))
+    rows.append(("", f"bel-repack restore {quoted} -o DIR    # gives the original files back"))
     return rows
 
 
