@@ -83,7 +83,7 @@ def _fail(name: str, message: str, status: int) -> int:
     except OSError:  # stdout is what failed; its buffer must not fail again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     try:
-        sys.stderr.write(f"{name}: error: {message}\n")
+        sys.stderr.write(f"{name}: error: {printable_line(message)}\n")
         sys.stderr.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
@@ -92,7 +92,7 @@ def _fail(name: str, message: str, status: int) -> int:
 
 def say(name: str, message: str) -> None:
     """One line on stderr: a warning, or what is being done."""
-    click.echo(f"{name}: {printable(message) if len(message) <= 300 else message}", err=True)
+    click.echo(f"{name}: {printable_line(message)}", err=True)
 
 
 def print_json(answer: dict[str, Any]) -> None:

@@ -118,7 +118,8 @@ def _tensor_list(model: GgufModel, indexes: list[int]) -> list[tuple[str, tuple[
 
 def _dense_gguf(model: GgufModel, indexes: list[int], content_digest: str) -> GgufLayout:
     first = model.first
-    entries = [first.entry(key) for key in first.keys if not key.startswith("split.")]
+    own = (BUNDLE_VERSION_KEY, CONTENT_DIGEST_KEY)  # a source may hold them if it was merged from a bundle by another tool
+    entries = [first.entry(key) for key in first.keys if not key.startswith("split.") and key not in own]
     entries += [u32_entry(BUNDLE_VERSION_KEY, BUNDLE_VERSION), string_entry(CONTENT_DIGEST_KEY, content_digest)]
     return compose(first.version, first.alignment, entries, _tensor_list(model, indexes))
 
