@@ -8,6 +8,7 @@ import errno
 import fcntl
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -84,13 +85,25 @@ class StagingFolder:
         Raises UsageError where the target exists and may not be replaced.
         """
         fsync_folder(self.path)
-        if os.path.lexists(target):
-            if not replace:
-                raise UsageError("the output exists already", path=str(target), hint="Use --force to replace it")
-            exchange(self.path, target)  # what was there now has our temporary name, and goes with it
-        else:
-            os.rename(self.path, target)
-        fsync_folder(target.parent)
+        with signals_held():
+            if os.path.lexists(target):
+                if not replace:
+                    raise UsageError("the output exists already", path=str(target), hint="Use --force to replace it")
+                exchange(self.path, target)  # what was there now has our temporary name, and goes with it
+            else:
+                os.rename(self.path, target)
+            fsync_folder(target.parent)
+
+
+@contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """Hold back Ctrl-C and termination for the few renames that must not be torn apart, or be reported as undone."""
+    held = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _empty(folder: Path) -> None:

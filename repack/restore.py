@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from bel.formats.atomic import StagingFolder, fsync_folder
+from bel.formats.atomic import StagingFolder, fsync_folder, signals_held
 from bel.formats.bundle import Bundle, check_sizes, expected_experts_header, read_index
 from bel.formats.digest import DIGEST_BYTES
 from bel.formats.errors import DamagedBundleError, UsageError
@@ -59,9 +59,10 @@ def restore(bundle: Bundle, folder: Path, *, force: bool, progress: Callable[[st
             finally:
                 sink.close()
             _check_free(bundle, folder, names, force=force)
-            for name in names:
-                os.replace(staging.path / name, folder / name)
-            fsync_folder(folder)
+            with signals_held():
+                for name in names:
+                    os.replace(staging.path / name, folder / name)
+                fsync_folder(folder)
         return done
     except BaseException:
         if made and not os.listdir(folder):
