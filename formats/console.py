@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import json
+import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -34,31 +37,91 @@ _HINTS = {
 
 def run_command(command: click.Command, name: str, arguments: Sequence[str] | None = None) -> int:
     """Run a click command and give its exit status.  Every error becomes one message on stderr, never a traceback."""
-    _catch_signals()
     try:
-        status = command.main(None if arguments is None else list(arguments), prog_name=name, standalone_mode=False)
+        _open_streams()
+        _catch_signals()
+        _show_warnings(name)
+        # Not `command.main`, which answers a broken pipe by itself, with a status that would say something else.
+        with command.make_context(name, list(sys.argv[1:] if arguments is None else arguments)) as context:
+            status = command.invoke(context)
         sys.stdout.flush()
         return status if isinstance(status, int) else 0
     except click.exceptions.Exit as stop:
-        return stop.exit_code
+        return _flushed(name, stop.exit_code)
     except click.ClickException as error:
         error.show()
         return error.exit_code
     except BelError as error:
         return _fail(name, str(error), error.exit_code)
     except (KeyboardInterrupt, click.Abort):
-        return _fail(name, "interrupted; nothing was left behind", InterruptedRun.exit_code)
-    except BrokenPipeError:  # the reader of our output has gone: nobody is left to be told
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return MachineError.exit_code
+        return _fail(name, "interrupted", InterruptedRun.exit_code)
     except MemoryError:
         return _fail(name, "out of memory", MachineError.exit_code)
     except OSError as error:
-        return _fail(name, _os_message(error), MachineError.exit_code)
+        return _os_failed(name, error)
     except RuntimeError as error:
         if "start new thread" not in str(error):
             raise
         return _fail(name, "the machine refuses another thread (limits on processes or memory)", MachineError.exit_code)
+
+
+def _flushed(name: str, status: int) -> int:
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        return _os_failed(name, error)
+    return status
+
+
+def _os_failed(name: str, error: OSError) -> int:
+    """The message of an OSError.  Errors on files carry the file's name; one without is of a standard stream."""
+    if isinstance(error, BrokenPipeError) and error.filename is None:
+        _to_null(sys.stdout)  # the reader of our output has gone: nobody is left to be told
+        return MachineError.exit_code
+    what = error.strerror or str(error)
+    if error.filename is None:
+        return _fail(name, f"standard output: {what}", MachineError.exit_code)
+    hint = _HINTS.get(error.errno or 0)
+    place = os.fsdecode(error.filename)
+    return _fail(name, f"{place}: {what}" + (f". {hint}" if hint else ""), MachineError.exit_code)
+
+
+def _open_streams() -> None:
+    """Give a closed standard stream the null device: else the first file that is opened would get its number and its text."""
+    for number in range(3):
+        try:
+            fcntl.fcntl(number, fcntl.F_GETFD)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - lives as long as the process
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+
+
+class _SayWarnings(logging.Handler):
+    """What a library module logs becomes a line on stderr like any other of ours."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(logging.WARNING)
+        self.command = name
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one record."""
+        say(self.command, f"warning: {record.getMessage()}")
+
+
+def _show_warnings(name: str) -> None:
+    logger = logging.getLogger("bel")
+    logger.handlers = [_SayWarnings(name)]
+    logger.propagate = False
+
+
+def _to_null(stream: TextIO) -> None:
+    """Send a stream that fails to the null device, so that its buffer does not fail again at exit."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
 
 
 def _catch_signals() -> None:
@@ -70,24 +133,26 @@ def _catch_signals() -> None:
             signal.signal(number, stop)
 
 
-def _os_message(error: OSError) -> str:
-    what = error.strerror or str(error)
-    place = f"{printable(os.fsdecode(error.filename))}: " if error.filename else ""
-    hint = _HINTS.get(error.errno or 0)
-    return f"{place}{what}" + (f". {hint}" if hint else "")
-
-
 def _fail(name: str, message: str, status: int) -> int:
     try:
         sys.stdout.flush()
-    except OSError:  # stdout is what failed; its buffer must not fail again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError:
+        _to_null(sys.stdout)
     try:
         sys.stderr.write(f"{name}: error: {printable_line(message)}\n")
         sys.stderr.flush()
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+        _to_null(sys.stderr)
     return status
+
+
+@contextlib.contextmanager
+def all_or_nothing() -> Iterator[None]:
+    """Say of an interrupted block, which cleans up behind itself, that it did."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise InterruptedRun("interrupted; nothing was left behind") from None
 
 
 def say(name: str, message: str) -> None:
@@ -105,7 +170,13 @@ def print_table(title: str, rows: list[tuple[str, str]], *, err: bool = False) -
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(stderr=err, highlight=False)
+    class Lines(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError(
+                errno.EPIPE, os.strerror(errno.EPIPE)
+            )  # rich would exit, with a status that says something else
+
+    console = Lines(stderr=err, highlight=False)
     width = max((len(key) for key, _ in rows), default=0) + 2
     console.print(Text(printable(title), style="bold"), soft_wrap=True)
     for key, value in rows:

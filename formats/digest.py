@@ -77,7 +77,7 @@ def is_zero(data: memoryview | bytes) -> bool:
 
 def slice_count(ne: tuple[int, ...], size_bytes: int) -> int:
     """Into how many equal slices a tensor is hashed: ne[2] where it has three dimensions and divides, else 1."""
-    return ne[2] if len(ne) >= 3 and ne[2] and size_bytes % ne[2] == 0 else 1
+    return ne[2] if len(ne) >= 3 and size_bytes and ne[2] and size_bytes % ne[2] == 0 else 1
 
 
 def data_digest(slice_digests: bytes | bytearray) -> bytes:

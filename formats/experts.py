@@ -13,8 +13,8 @@ from bel.formats.errors import BadInputError
 from bel.formats.ggml_types import type_name
 from bel.formats.gguf_model import GgufModel, SourceTensor
 
-_STACK = re.compile(r"^blk\.(\d{1,6})\.ffn_(gate|up|down|gate_up)_exps\.weight$", re.ASCII)
-_OLD_EXPERT = re.compile(r"^blk\.\d+\.ffn_(?:gate|up|down)\.\d+\.weight$", re.ASCII)
+_STACK = re.compile(r"^blk\.(0|[1-9]\d{0,5})\.ffn_(gate|up|down|gate_up)_exps\.weight\Z", re.ASCII)
+_OLD_EXPERT = re.compile(r"^blk\.\d+\.ffn_(?:gate|up|down)\.\d+\.weight\Z", re.ASCII)
 ROLES = ("gate", "up", "gate_up", "down")
 """The parts of a blob, in the order in which they stand in it."""
 _COMPLETE = ({"up", "down"}, {"gate", "up", "down"}, {"gate_up", "down"})

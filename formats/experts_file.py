@@ -18,6 +18,9 @@ PAGE_BYTES = 4096
 PART_ALIGNMENT = 64  # a cache line and the widest vector load; ggml needs 32
 CHEAP_PADDING_RATIO = 0.02  # parts are page-aligned, so that one can be read alone, where this much of a blob pays for it
 
+MAX_PARTS = 2**20
+"""Fifteen times the largest model of 2026; a table of more digests than this is a damaged count, and is not read."""
+
 EXPERTS_MAGIC = b"BELEXPTS"
 INDEX_MAGIC = b"BELDIGST"
 VERSION = 1

@@ -11,16 +11,19 @@ import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bel.formats.atomic import named_errors
 from bel.formats.errors import BadInputError, printable
-from bel.formats.gguf_values import ARRAY, U32, read_value, skip_value
+from bel.formats.gguf_values import ARRAY, SCALAR_BYTES, STRING, U32, read_value, skip_value
 from bel.formats.units import MIB, align_up
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
+MAX_ALIGNMENT = 1 * MIB
 MAX_HEADER_BYTES = 96 * MIB
 """The largest vocabularies of 2026 need about 25 MiB; a larger header is a damaged count, and holding it would break
 the 200 MB that a conversion may use."""
+MAX_ENTRIES = 2**17  # a key takes up to 14 times its bytes of memory; real models have under 10,000 tensors
 MAX_DIMS = 4  # GGML_MAX_DIMS
 MAX_NAME_BYTES = 63  # GGML_MAX_NAME less the terminator: llama.cpp loads no model with a longer tensor name
 MAX_KEY_BYTES = 65535  # the GGUF specification's limit on a key
@@ -73,13 +76,17 @@ class GgufHeader:
 
     def integer(self, key: str) -> int | None:
         """The value of `key` where it is a single integer, else None."""
-        value = self.value(key)
+        value = self.value(key) if self._type(key) in SCALAR_BYTES else None
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
     def text(self, key: str) -> str | None:
         """The value of `key` where it is a string, else None."""
-        value = self.value(key)
+        value = self.value(key) if self._type(key) == STRING else None
         return value if isinstance(value, str) else None
+
+    def _type(self, key: str) -> int | None:
+        kv = self.keys.get(key)
+        return None if kv is None else kv.type_id
 
     def entry(self, key: str) -> bytes:
         """The verbatim bytes of one entry: key, value type and value."""
@@ -145,7 +152,8 @@ def scan_header(path: Path) -> GgufHeader:
     """Scan the header of one GGUF file.  Raises BadInputError for whatever a reader could take in two ways, OSError for I/O."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return _scan(_Window(fd, path, os.fstat(fd).st_size))
+        with named_errors(path):
+            return _scan(_Window(fd, path, os.fstat(fd).st_size))
     finally:
         os.close(fd)
 
@@ -214,6 +222,12 @@ def _start(window: _Window) -> tuple[int, int, int]:
                 found=f"{size} bytes in the file",
                 expected=f"at least {count * least}",
             )
+        if count > MAX_ENTRIES:
+            raise BadInputError(
+                f"the header declares {count} {what}, more than any model has: a damaged count",
+                path=path,
+                expected=f"at most {MAX_ENTRIES}",
+            )
     return version, n_tensors, n_keys
 
 
@@ -251,6 +265,10 @@ def _alignment(window: _Window, keys: dict[str, KeyValue]) -> int:
             expected="u32",
         )
     value = window.u32(kv.value_start)
+    if value > MAX_ALIGNMENT:
+        raise BadInputError(
+            "general.alignment is too large", path=str(window.path), found=value, expected=f"at most {MAX_ALIGNMENT}"
+        )
     if value == 0 or value & (value - 1):
         raise BadInputError(
             "general.alignment is not a power of two", path=str(window.path), found=value, offset_bytes=kv.value_start

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bel.formats.errors import BadInputError
-from bel.formats.ggml_types import tensor_bytes
+from bel.formats.ggml_types import GGML_TYPES, tensor_bytes
 from bel.formats.gguf_header import GgufHeader, TensorInfo
 
 
@@ -25,7 +25,8 @@ def tensor_regions(header: GgufHeader) -> tuple[Region, ...]:
     file).  Raises BadInputError for overlap, for a row that is not whole blocks, and for data beyond the file's end,
     naming the first tensor (by place) that does not fit and the missing bytes.
     """
-    order = sorted(range(len(header.tensors)), key=lambda i: (header.tensors[i].offset_bytes, i))
+    # A tensor without bytes shares its offset with the next one, whatever their order in the header.
+    order = sorted(range(len(header.tensors)), key=lambda i: (header.tensors[i].offset_bytes, _has_bytes(header.tensors[i]), i))
     regions: list[Region | None] = [None] * len(order)
     for place, index in enumerate(order):
         info = header.tensors[index]
@@ -86,3 +87,7 @@ def tensor_bytes_or_zero(info: TensorInfo) -> int:
         return tensor_bytes(info.type_id, info.ne) or 0
     except ValueError:
         return 0
+
+
+def _has_bytes(info: TensorInfo) -> bool:
+    return info.type_id not in GGML_TYPES or 0 not in info.ne

@@ -9,15 +9,17 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from bel.formats.digest import bytes_digest
-from bel.formats.errors import DamagedBundleError
-from bel.formats.experts_file import LayerLayout
+from bel.formats.digest import DIGEST_BYTES, bytes_digest
+from bel.formats.errors import BadInputError, DamagedBundleError
+from bel.formats.experts_file import INDEX_HEADER, MAX_PARTS, PAGE_BYTES, LayerLayout
+from bel.formats.gguf_header import MAX_DIMS
 from bel.formats.manifest_fields import (
     layer_from_json,
     layer_to_json,
     plain_name,
     read_digest,
     read_int,
+    read_ints,
     read_list,
     read_map,
     read_text,
@@ -102,7 +104,10 @@ class Manifest:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The bytes of `manifest.json`.  `digest` is BLAKE3 of these very bytes with 64 zeros in its place."""
+    """The bytes of `manifest.json`.  `digest` is BLAKE3 of these very bytes with 64 zeros in its place.
+
+    Raises BadInputError where they would be more than a reader takes (names of the source that are megabytes long).
+    """
     body: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -148,6 +153,12 @@ def encode(manifest: Manifest) -> bytes:
     }
     # One line a tensor or source: a person can read and diff it, and it stays a third of the fully indented size.
     text = _one_line_a_row(body)
+    if len(text) > MAX_MANIFEST_BYTES:
+        raise BadInputError(
+            "the manifest would be too large: the source's names are absurdly long",
+            found=f"{len(text)} bytes",
+            expected=f"at most {MAX_MANIFEST_BYTES}",
+        )
     digest = bytes_digest(text.encode())
     return text.replace(f'"digest": "{_NO_DIGEST}"', f'"digest": "{digest}"', 1).encode()
 
@@ -205,10 +216,8 @@ def _from_json(body: dict[str, Any]) -> Manifest:
     sources = tuple(_source(row) for row in read_list(body, "sources"))
     tensors = tuple(_tensor(row, len(sources)) for row in read_list(body, "tensors"))
     experts = tuple(_file_from_json(row) for row in read_list(files, "experts"))
-    layers = tuple(
-        layer_from_json(int(key), row, [t.size_bytes for t in tensors], [f.size_bytes for f in experts])
-        for key, row in read_map(body, "layers").items()
-    )
+    tensor_bytes, file_bytes = [t.size_bytes for t in tensors], [f.size_bytes for f in experts]
+    layers = tuple(layer_from_json(int(key), row, tensor_bytes, file_bytes) for key, row in read_map(body, "layers").items())
     if not sources or not layers or [x.layer for x in layers] != sorted({x.layer for x in layers}):
         raise ValueError("it lists no sources, or no layers in order")
     manifest = Manifest(
@@ -237,25 +246,48 @@ def _check_places(manifest: Manifest) -> None:
     in_blobs = [part.tensor for layer in manifest.layers for part in layer.parts]
     if sorted(in_blobs) != [i for i, t in enumerate(manifest.tensors) if t.dest == EXPERTS]:
         raise ValueError("the layers do not hold each expert tensor once")
-    sizes = {DENSE: manifest.dense.size_bytes, PLE: manifest.ple.size_bytes if manifest.ple else 0}
+    parts = sum(layer.n_expert * len(layer.parts) for layer in manifest.layers)
+    if parts > MAX_PARTS or manifest.index.size_bytes != INDEX_HEADER.size + parts * DIGEST_BYTES:
+        raise ValueError(f"the digest table's size does not fit the layers' {parts} parts")
+    _check_own_files(manifest)
+    spans: list[list[tuple[int, int]]] = [list(source.kept) for source in manifest.sources]
     for tensor in manifest.tensors:
-        if tensor.dest != EXPERTS and tensor.dest_offset_bytes + tensor.size_bytes > sizes[tensor.dest]:
-            raise ValueError(f"tensor {tensor.name} ends behind its file")
-    for number, source in enumerate(manifest.sources):
-        spans = list(source.kept)
-        spans += [(t.source_offset_bytes, t.size_bytes) for t in manifest.tensors if t.source == number]
-        at = 0
-        for offset, size in sorted(spans):
-            if offset < at:
-                raise ValueError(f"two ranges of source {source.name} overlap")
-            at = offset + size
-        if at > source.size_bytes:
-            raise ValueError(f"a range of source {source.name} ends behind it")
+        spans[tensor.source].append((tensor.source_offset_bytes, tensor.size_bytes))
+    for source, ranges in zip(manifest.sources, spans, strict=True):
+        _check_apart(f"source {source.name}", ranges, source.size_bytes)
+
+
+def _check_own_files(manifest: Manifest) -> None:
+    for row, kind in ((manifest.dense, DENSE), (manifest.ple, PLE)):
+        places = [(t.dest_offset_bytes, t.size_bytes) for t in manifest.tensors if t.dest == kind]
+        if row is None:
+            if places:
+                raise ValueError("tensors are in a PLE file that is not there")
+            continue
+        _check_apart(row.name, [(0, row.digest_bytes), *places], row.size_bytes)
+    shards: list[list[tuple[int, int]]] = [[(0, PAGE_BYTES)] for _ in manifest.experts]
+    for layer in manifest.layers:
+        shards[layer.shard].append((layer.offset_bytes, layer.size_bytes))
+    for row, places in zip(manifest.experts, shards, strict=True):
+        if len(places) == 1 or _check_apart(row.name, places, row.size_bytes) != row.size_bytes:
+            raise ValueError(f"{row.name} does not end with the last of its layers")
+
+
+def _check_apart(where: str, ranges: list[tuple[int, int]], size_bytes: int) -> int:
+    """The end of the last of some [offset, bytes], which must lie apart and inside `size_bytes`."""
+    at = 0
+    for offset, size in sorted(ranges):
+        if offset < at:
+            raise ValueError(f"two ranges of {where} overlap")
+        at = offset + size
+    if at > size_bytes:
+        raise ValueError(f"a range of {where} ends behind it")
+    return at
 
 
 def _source(row: dict[str, Any]) -> SourceRow:
     sha = row["sha256"]
-    kept = tuple((read_int(dict(enumerate(k)), 0), read_int(dict(enumerate(k)), 1)) for k in read_list(row, "kept"))
+    kept = tuple(_pair(k) for k in read_list(row, "kept"))
     folder, _, name = read_text(row, "header_file").partition("/")
     if folder != "source":
         raise ValueError("a header file is not in source/")
@@ -271,10 +303,17 @@ def _source(row: dict[str, Any]) -> SourceRow:
     )
 
 
+def _pair(value: Any) -> tuple[int, int]:
+    pair = read_ints({"kept": value}, "kept", 2)
+    if len(pair) != 2:
+        raise ValueError("a kept range is not an offset and a size")
+    return pair[0], pair[1]
+
+
 def _tensor(row: dict[str, Any], source_count: int) -> TensorRow:
-    ne = tuple(read_int(dict(enumerate(row["ne"])), i) for i in range(len(read_list(row, "ne"))))
+    ne = read_ints(row, "ne", MAX_DIMS)
     dest, source = read_text(row, "dest"), read_int(row, "source")
-    if dest not in (DENSE, PLE, EXPERTS) or source >= source_count or len(ne) > 4:
+    if dest not in (DENSE, PLE, EXPERTS) or source >= source_count:
         raise ValueError("a tensor has no such source or destination")
     return TensorRow(
         read_text(row, "name"),

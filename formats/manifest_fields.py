@@ -9,7 +9,7 @@ from bel.formats.experts import ROLES
 from bel.formats.experts_file import PAGE_BYTES, PART_ALIGNMENT, BlobPart, LayerLayout
 
 MAX_INT = 2**63 - 1
-_HEX64 = re.compile(r"^[0-9a-f]{64}$", re.ASCII)
+_HEX64 = re.compile(r"^[0-9a-f]{64}\Z", re.ASCII)
 
 
 def read_int(row: dict[Any, Any], key: object) -> int:
@@ -18,6 +18,15 @@ def read_int(row: dict[Any, Any], key: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_INT:
         raise ValueError(f"{key} is not a non-negative integer")
     return value
+
+
+def read_ints(row: dict[Any, Any], key: str, at_most: int) -> tuple[int, ...]:
+    """A list of at most `at_most` integers as `read_int` takes them.  Raises ValueError."""
+    values = read_list(row, key)
+    if len(values) > at_most:
+        raise ValueError(f"{key} has more than {at_most} entries")
+    numbered = dict(enumerate(values))
+    return tuple(read_int(numbered, i) for i in numbered)
 
 
 def read_text(row: dict[str, Any], key: str) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from bel.formats.errors import BadInputError
 from bel.formats.gguf_header import GgufHeader
 
-SHARD_NAME = re.compile(r"^(?P<base>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$", re.DOTALL)
+SHARD_NAME = re.compile(r"^(?P<base>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf\Z", re.DOTALL | re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,8 @@ def model_base_name(path: Path) -> str:
     shard = SHARD_NAME.match(path.name)
     if shard and shard["base"]:
         return shard["base"]
-    return path.name[: -len(".gguf")] if path.name.endswith(".gguf") and path.name != ".gguf" else path.name
+    name = path.name.removesuffix(".gguf")
+    return name if name.strip(".") else path.name
 
 
 def split_keys(header: GgufHeader) -> SplitKeys:
@@ -90,7 +91,7 @@ def shard_paths(path: Path, keys: SplitKeys) -> list[Path]:
             found=f"split.count {keys.count}",
             expected=f"split.count {int(name['count'])}, going by the name",
         )
-    if keys.number != int(name["number"]) - 1:
+    if keys.number != int(name["number"]) - 1 or not 0 <= keys.number < keys.count:
         raise BadInputError(
             "the shard's split.no does not match its name: shards were swapped or renamed",
             path=str(path),

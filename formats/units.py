@@ -8,16 +8,16 @@ from bel.formats.errors import UsageError
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 
-_BINARY = {"": 1, "k": KIB, "m": MIB, "g": GIB, "t": TIB}
-_DECIMAL = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "b": 1}
-_SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([a-z]*)$", re.ASCII)
+_BINARY = {"k": KIB, "m": MIB, "g": GIB, "t": TIB}
+_FACTORS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_FACTORS |= _BINARY | {f"{unit}ib": factor for unit, factor in _BINARY.items()}
+_SIZE = re.compile(r"^(\d{1,20}(?:\.\d{1,20})?)\s*([a-z]*)\Z", re.ASCII)
 
 
 def parse_bytes(text: str) -> int:
     """`12G` and `12GiB` are 12 * 2^30 bytes, `12GB` is 12 * 10^9, a bare number is bytes.  Raises UsageError."""
     match = _SIZE.match(text.strip().lower())
-    unit = match.group(2).replace("ib", "") if match else ""
-    factor = _DECIMAL.get(unit, _BINARY.get(unit))
+    factor = _FACTORS.get(match.group(2)) if match else None
     if match is None or factor is None:
         raise UsageError(f"'{text}' is not a size", hint="Write 12G (GiB), 12GB (10^9 bytes), 700M or a number of bytes")
     return int(float(match.group(1)) * factor) if "." in match.group(1) else int(match.group(1)) * factor

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import click
 
 from bel.formats.bundle import check_sizes, is_bundle, open_bundle
-from bel.formats.console import Progress, print_json, print_table, run_command, say
+from bel.formats.console import Progress, all_or_nothing, print_json, print_table, run_command, say
 from bel.formats.errors import DamagedBundleError
 from bel.formats.experts import find_experts, warnings
 from bel.formats.gguf_model import GgufModel, open_model
@@ -103,11 +103,11 @@ def convert(
     source = open_model(model)
     name = model_base_name(model)
     named = output if output is not None else model.with_name(f"{name}.bel")
-    target = Path(os.path.abspath(named))  # links are not resolved: the last part may be one that --force replaces
+    target = _target(named)
     layout = plan_layout(source, name, ple=ple, shard_bytes=shard_size)
     _say_warnings(source)
     if not dry_run:
-        check_target(target, [h.path for h in source.files], force=force)
+        check_target(target, [h.path for h in source.files], force=force, named=named)
     if dry_run:
         answer = {"bundle": str(target), "dry_run": True, **describe_layout(source, layout)}
         if as_json:
@@ -121,7 +121,8 @@ def convert(
         say(NAME, f"warning: {unwritten}: an unfinished download looks like this")
     progress = Progress(NAME)
     try:
-        done = run(source, layout, target, force=force, check=not no_verify, progress=progress)
+        with all_or_nothing():
+            done = run(source, layout, target, force=force, check=not no_verify, progress=progress)
     finally:
         progress.close()
     answer = {
@@ -198,10 +199,11 @@ def verify(bundle: Path, source: Path | None, quick: bool, as_json: bool) -> int
     try:
         opened = open_bundle(bundle)
         report = verify_bundle(opened, quick=quick, progress=progress)
-        if model is not None and not report.problems:
+        sound = not report.problems
+        if model is not None and sound:
             compare_source(opened, model, report, progress)
     except DamagedBundleError as error:
-        report = Report([str(error)])
+        report, sound = Report([str(error)]), False
     finally:
         progress.close()
     if as_json:
@@ -216,7 +218,8 @@ def verify(bundle: Path, source: Path | None, quick: bool, as_json: bool) -> int
     for problem in report.problems:
         say(NAME, problem)
     if report.problems:
-        say(NAME, f"error: {bundle} is damaged: {len(report.problems)} problem(s)")
+        what = f"{source} is not the source of {bundle}" if sound else f"{bundle} is damaged"
+        say(NAME, f"error: {what}: {len(report.problems)} problem(s)")
         return DamagedBundleError.exit_code
     if not as_json:
         how = "sizes, headers and a sample" if quick else "every byte"
@@ -254,7 +257,8 @@ def restore(bundle: Path, output: Path, force: bool, as_json: bool) -> None:
 
     progress = Progress(NAME)
     try:
-        files = run(open_bundle(bundle), output, force=force, progress=progress)
+        with all_or_nothing():
+            files = run(open_bundle(bundle), output, force=force, progress=progress)
     finally:
         progress.close()
     if as_json:
@@ -270,6 +274,13 @@ def restore(bundle: Path, output: Path, force: bool, as_json: bool) -> None:
 def _say_warnings(model: GgufModel) -> None:
     for text in warnings(model, find_experts(model)):
         say(NAME, f"warning: {text}")
+
+
+def _target(named: Path) -> Path:
+    """Where an output goes: folders resolved as the system does, the last part not, since --force may replace a link."""
+    if named.name in ("", ".."):
+        return Path(os.path.realpath(named))
+    return Path(os.path.realpath(named.parent)) / named.name
 
 
 def main() -> None:

@@ -25,7 +25,8 @@ def compare_source(bundle: Bundle, model: GgufModel, report: Report, progress: C
     have = [header.file_bytes for header in model.files]
     want = [source.size_bytes for source in manifest.sources]
     if have != want:
-        report.problem(f"the source is not the one of this bundle: its files have {have} bytes, expected {want}")
+        shown = ", ".join(printable(str(header.path)) for header in model.files)
+        report.problem(f"{shown}: not the source of this bundle: {have} bytes, expected {want}")
         return
     total, done = sum(have), 0
 

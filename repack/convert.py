@@ -9,20 +9,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bel.formats.atomic import StagingFolder, fsync_folder, write_file
+from bel.formats.atomic import fsync_folder, write_file
 from bel.formats.bundle import expected_experts_header, open_bundle
 from bel.formats.digest import bytes_digest
 from bel.formats.errors import BadInputError, DamagedBundleError
 from bel.formats.experts_file import LayerLayout, pack_index
+from bel.formats.gguf_header import GgufHeader
 from bel.formats.gguf_model import GgufModel
 from bel.formats.manifest import DENSE, EXPERTS, MANIFEST_NAME, FileRow, Manifest, SourceRow, TensorRow, encode
+from bel.formats.staging import StagingFolder
 from bel.repack.digests import GapCollector, SliceDigests
 from bel.repack.kept import KeptWriter
 from bel.repack.layout import Layout, dense_header
 from bel.repack.sink import Sink
 from bel.repack.spans import Kind, Piece, Placed, gguf_spans
 from bel.repack.stream import MAX_HASHED_HOLE_BYTES, sparse_bytes
-from bel.repack.target import check_space, staging_path
+from bel.repack.target import check_space, check_target, staging_path
 from bel.repack.verify import Report, verify_bundle
 from bel.repack.walk import FileWalk, source_shrank
 
@@ -75,9 +77,7 @@ def convert(model: GgufModel, layout: Layout, target: Path, *, force: bool, chec
     """
     began = time.monotonic()
     holes = [sparse_bytes(header.path, header.file_bytes) for header in model.files]
-    kept_at_most = sum(header.data_start_bytes for header in model.files)
-    total = layout.size_bytes + kept_at_most
-    check_space(target.parent, max(0, total - sum(holes)))
+    check_space(target.parent, _space_needed(model, layout))
     with StagingFolder(staging_path(target)) as staging:
         sink = Sink(staging.path)
         try:
@@ -91,8 +91,18 @@ def convert(model: GgufModel, layout: Layout, target: Path, *, force: bool, chec
         fsync_folder(staging.path)
         seconds = time.monotonic() - began
         verify_seconds = _verify(staging.path, progress) if check else None
+        check_target(target, [header.path for header in model.files], force=force)  # hours may have passed since the first look
         staging.publish(target, replace=force)
     return Converted(manifest, target, seconds, verify_seconds, run.bytes_read, sink.bytes_written)
+
+
+def _space_needed(model: GgufModel, layout: Layout) -> int:
+    """Bytes that the bundle will take: its files, less the holes of tensors, which stay holes."""
+    total = layout.size_bytes + sum(header.data_start_bytes for header in model.files)
+    for number, header in enumerate(model.files):
+        places = sorted((t.start_bytes, t.start_bytes + t.size_bytes) for t in model.tensors if t.source == number)
+        total -= sparse_bytes(header.path, header.file_bytes, places)
+    return total
 
 
 def _verify(folder: Path, progress: Progress) -> float:
@@ -139,7 +149,7 @@ def _copy_source(run: _Run, number: int, folder: Path, holes: int) -> SourceRow:
                     left = gaps.add(piece, data)
                     if left is not None:
                         kept.add(piece.span.start_bytes, left)
-                elif data is None or data != header.raw[piece.at_bytes : piece.at_bytes + piece.size_bytes]:
+                elif not _is_header(header, piece, data):
                     raise _changed(header.path)
             after = os.fstat(walk.fd)
         size, digest = kept.finish()
@@ -150,6 +160,12 @@ def _copy_source(run: _Run, number: int, folder: Path, holes: int) -> SourceRow:
     run.bytes_read += walk.bytes_read
     run.sink.bytes_written += size
     return SourceRow(name, header.file_bytes, walk.sha256, holes, f"source/{name}.hdr.zst", size, digest, tuple(kept.ranges))
+
+
+def _is_header(header: GgufHeader, piece: Piece, data: memoryview | None) -> bool:
+    """Whether a piece of the header still reads as it was scanned.  A long run of zeros in it may be a hole."""
+    scanned = header.raw[piece.at_bytes : piece.at_bytes + piece.size_bytes]
+    return not any(scanned) if data is None else data == scanned
 
 
 def _changed(path: Path) -> BadInputError:

@@ -72,6 +72,8 @@ class GapCollector:
     def add(self, piece: Piece, data: memoryview | None) -> bytes | None:
         """The whole gap span where this piece completes it and it is not all zero, else None."""
         assert piece.span.size_bytes <= MIB, "gaps are cut"
+        if data is None and piece.size_bytes == piece.span.size_bytes:
+            return None  # a whole step of hole: terabytes of it must pass in a moment
         if data is None:
             self._step += bytes(piece.size_bytes)
         else:

@@ -22,7 +22,7 @@ _LEVEL = 3  # vocabularies shrink to a third at any level; higher ones cost seco
 
 
 class KeptWriter:
-    """Writes one `.hdr.zst` file; `ranges` are the [offset, bytes] of what was added, neighbours merged."""
+    """Writes one `.hdr.zst` file; `ranges` are the [offset, bytes] of what was added."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -34,10 +34,7 @@ class KeptWriter:
 
     def add(self, offset_bytes: int, data: bytes | bytearray) -> None:
         """Keep `data`, which stands at an offset of the source that is above all before."""
-        if self.ranges and sum(self.ranges[-1]) == offset_bytes:
-            self.ranges[-1] = (self.ranges[-1][0], self.ranges[-1][1] + len(data))
-        else:
-            self.ranges.append((offset_bytes, len(data)))
+        self.ranges.append((offset_bytes, len(data)))  # never merged: a tensor of no bytes may stand between two
         self._write(self._pack.compress(data))
 
     def finish(self) -> tuple[int, str]:
@@ -97,9 +94,14 @@ class KeptBytes:
     """The bytes of a source file that are not tensor data, asked for in ascending order: what was kept, else zeros."""
 
     def __init__(self, path: Path, row: SourceRow) -> None:
+        self._ranges = row.kept
         self._blocks = read_kept(path, row)
         self._offset, self._block = next(self._blocks, (row.size_bytes, b""))
         self._end = row.size_bytes
+
+    def any(self, offset_bytes: int, size_bytes: int) -> bool:
+        """Whether any of these bytes was kept; if not, all of them are zero."""
+        return any(offset < offset_bytes + size_bytes and offset + size > offset_bytes for offset, size in self._ranges)
 
     def take(self, offset_bytes: int, size_bytes: int) -> bytes:
         """The `size_bytes` bytes at an offset, which must not be below the end of an earlier call."""
@@ -116,8 +118,3 @@ class KeptBytes:
             if not self._block:
                 break
         return bytes(out)
-
-    def drain(self) -> None:
-        """Read to the end, so that damage behind the last byte asked for is found too."""
-        for _ in self._blocks:
-            pass

@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 
 from bel.formats.digest import DIGEST_BYTES
-from bel.formats.errors import UsageError
+from bel.formats.errors import BadInputError, UsageError
 from bel.formats.experts import ExpertLayer, find_experts
-from bel.formats.experts_file import INDEX_HEADER, PAGE_BYTES, BlobPart, LayerLayout, blob_layout
+from bel.formats.experts_file import INDEX_HEADER, MAX_PARTS, PAGE_BYTES, BlobPart, LayerLayout, blob_layout
 from bel.formats.gguf_compose import GgufLayout, compose, i32_entry, string_entry, u16_entry, u32_entry
 from bel.formats.gguf_model import GgufModel
 from bel.formats.manifest import DENSE, EXPERTS, PLE
@@ -84,6 +84,8 @@ def plan_layout(model: GgufModel, name: str, *, ple: str, shard_bytes: int) -> L
     dense = [i for i in dense if i not in tables]
     dense_file = _dense_gguf(model, dense, NO_DIGEST)
     ple_file = _ple_gguf(model, tables, len(dense) + len(tables)) if tables else None
+    if sum(layer.n_expert * len(layer.parts) for layer in found) > MAX_PARTS:
+        raise BadInputError(f"the model has more than {MAX_PARTS} expert slices", path=str(model.first.path))
     layers, experts_bytes = _experts_files(found, shard_bytes)
     places: dict[int, Destination] = {i: Destination(EXPERTS, 0) for i in stacks}
     for kind, indexes, layout in ((DENSE, dense, dense_file), (PLE, tables, ple_file)):

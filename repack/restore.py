@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from bel.formats.atomic import StagingFolder, fsync_folder, signals_held
+from bel.formats.atomic import fsync_folder, named_errors, read_head
 from bel.formats.bundle import Bundle, check_sizes, expected_experts_header, read_index
 from bel.formats.digest import DIGEST_BYTES
 from bel.formats.errors import DamagedBundleError, UsageError
 from bel.formats.experts_file import BlobPart, LayerLayout
 from bel.formats.holes import extents, hole_bytes
-from bel.formats.manifest import DENSE, EXPERTS, SourceRow
+from bel.formats.manifest import DENSE, EXPERTS, PLE, SourceRow
+from bel.formats.signals import signals_held
+from bel.formats.staging import StagingFolder, publish_files
 from bel.formats.units import MIB
 from bel.repack.digests import SliceDigests
 from bel.repack.kept import KeptBytes, check_kept
-from bel.repack.sink import Sink
+from bel.repack.sink import MAX_OPEN, Sink
 from bel.repack.spans import Kind, Placed, Span, gguf_spans
 from bel.repack.stream import Read, Stream
 from bel.repack.target import check_space
-from bel.repack.verify import read_file_head
 from bel.repack.walk import Advance, pieces
 
 STAGING_NAME = ".bel-restore.bel-tmp"
@@ -47,8 +50,7 @@ def restore(bundle: Bundle, folder: Path, *, force: bool, progress: Callable[[st
     names = [source.name for source in manifest.sources]
     _check_free(bundle, folder, names, force=force)
     check_sizes(bundle)
-    made = _make_folder(folder)
-    try:
+    with _folder(folder):
         check_space(folder, sum(s.size_bytes - s.hole_bytes for s in manifest.sources))
         with StagingFolder(folder / STAGING_NAME) as staging, _Parts(bundle) as parts:
             sink = Sink(staging.path)
@@ -59,14 +61,29 @@ def restore(bundle: Bundle, folder: Path, *, force: bool, progress: Callable[[st
             finally:
                 sink.close()
             _check_free(bundle, folder, names, force=force)
-            with signals_held():
-                for name in names:
-                    os.replace(staging.path / name, folder / name)
-                fsync_folder(folder)
-        return done
+            publish_files(staging, folder, names)
+    return done
+
+
+@contextlib.contextmanager
+def _folder(folder: Path) -> Iterator[None]:
+    """Make the folder if need be; after an error one that was made here is gone again."""
+    if folder.is_dir():
+        yield
+        return
+    if not folder.parent.is_dir():
+        raise UsageError("the folder that should hold the output does not exist", path=str(folder.parent))
+    made = False
+    try:
+        with signals_held():
+            os.mkdir(folder)
+            made = True
+            fsync_folder(folder.parent)
+        yield
     except BaseException:
-        if made and not os.listdir(folder):
-            os.rmdir(folder)
+        with signals_held(then_raise=False):
+            if made and not os.listdir(folder):
+                os.rmdir(folder)
         raise
 
 
@@ -84,7 +101,8 @@ def _counter(progress: Callable[[str, int, int], None], total_bytes: int) -> Adv
 def _check_free(bundle: Bundle, folder: Path, names: list[str], *, force: bool) -> None:
     if os.path.lexists(folder) and not folder.is_dir():
         raise UsageError("the output exists and is not a folder", path=str(folder))
-    if folder.is_dir() and os.path.samefile(folder, bundle.folder):
+    own, place = os.path.realpath(bundle.folder), os.path.realpath(folder)
+    if place == own or place.startswith(own + os.sep):
         raise UsageError("files are not restored into the bundle itself", path=str(folder), hint="Give another -o")
     for name in names:
         path = folder / name
@@ -94,15 +112,6 @@ def _check_free(bundle: Bundle, folder: Path, names: list[str], *, force: bool) 
             )
         if path.is_dir() and not path.is_symlink():
             raise UsageError("a folder of this name exists; it is not replaced", path=str(path))
-
-
-def _make_folder(folder: Path) -> bool:
-    if folder.is_dir():
-        return False
-    if not folder.parent.is_dir():
-        raise UsageError("the folder that should hold the output does not exist", path=str(folder.parent))
-    os.mkdir(folder)
-    return True
 
 
 class _Parts:
@@ -117,31 +126,33 @@ class _Parts:
             for number, part in enumerate(layer.parts):
                 self.where[part.tensor] = (layer, part, at + number)
             at += layer.n_expert * len(layer.parts)
-        self._stack = ExitStack()
-        self._fds: dict[str, tuple[int, bool]] = {}
+        self._fds: OrderedDict[str, tuple[int, bool]] = OrderedDict()
 
     def __enter__(self) -> _Parts:
         manifest = self.bundle.manifest
         for shard, row in enumerate(manifest.experts):
             path = self.bundle.path(row.name)
-            if read_file_head(path, len(expected_experts_header(manifest, shard))) != expected_experts_header(manifest, shard):
+            if read_head(path, len(expected_experts_header(manifest, shard))) != expected_experts_header(manifest, shard):
                 raise DamagedBundleError(
                     "checksum mismatch in the header page: damaged, or from another bundle", path=str(path), offset_bytes=0
                 )
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        while self._fds:
+            os.close(self._fds.popitem()[1][0])
 
     def reads(self, spans: Iterator[Span], kept: KeptBytes) -> Iterator[Read]:
         """What to read for each span of a source file, in order."""
         for span in spans:
             if span.kind is Kind.SLICE:
                 yield from self._slice(span)
-                continue
-            for at in range(span.start_bytes, span.start_bytes + span.size_bytes, MIB):
-                size = min(MIB, span.start_bytes + span.size_bytes - at)
-                yield Read(self.bundle.folder, None, at, size, kept.take(at, size))
+            elif not kept.any(span.start_bytes, span.size_bytes):
+                yield Read(self.bundle.folder, None, span.start_bytes, span.size_bytes)  # zeros stay unwritten
+            else:
+                for at in range(span.start_bytes, span.start_bytes + span.size_bytes, MIB):
+                    size = min(MIB, span.start_bytes + span.size_bytes - at)
+                    yield Read(self.bundle.folder, None, at, size, kept.take(at, size))
 
     def _slice(self, span: Span) -> Iterator[Read]:
         manifest = self.bundle.manifest
@@ -163,9 +174,14 @@ class _Parts:
 
     def _open(self, path: Path) -> tuple[int, bool]:
         """A descriptor of a file of the bundle, and whether it has holes worth looking for."""
-        if path.name not in self._fds:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            self._stack.callback(os.close, fd)
+        if path.name in self._fds:
+            self._fds.move_to_end(path.name)
+            return self._fds[path.name]
+        while len(self._fds) >= MAX_OPEN:  # the oldest is read to its end: each read is done before the next is asked for
+            os.close(self._fds.popitem(last=False)[1][0])
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._fds[path.name] = (fd, False)
+        with named_errors(path):
             self._fds[path.name] = (fd, hole_bytes(fd, os.fstat(fd).st_size) > 0)
         return self._fds[path.name]
 
@@ -193,11 +209,11 @@ def _restore_file(parts: _Parts, number: int, sink: Sink, advance: Advance) -> R
         Placed(i, t.ne, t.source_offset_bytes, t.size_bytes) for i, t in enumerate(manifest.tensors) if t.source == number
     ]
     header_bytes = source.kept[0][1] if source.kept else 0
-    spans = list(gguf_spans(header_bytes, placed, source.size_bytes))
+    spans = functools.partial(gguf_spans, header_bytes, placed, source.size_bytes)  # never listed: a hole may be long
     kept, digests = KeptBytes(kept_path, source), SliceDigests()
     sink.create(source.name, source.size_bytes)
-    with Stream(parts.reads(iter(spans), kept), sha256=source.sha256 is not None) as stream:
-        for piece, data in pieces(stream, spans, advance):
+    with Stream(parts.reads(spans(), kept), sha256=source.sha256 is not None) as stream:
+        for piece, data in pieces(stream, spans(), advance):
             if piece.span.kind is Kind.SLICE:
                 digest = digests.add(piece, data)
                 if digest is not None:
@@ -211,9 +227,10 @@ def _restore_file(parts: _Parts, number: int, sink: Sink, advance: Advance) -> R
 def _check_file(bundle: Bundle, source: SourceRow, number: int, digests: SliceDigests, sha256: str | None) -> None:
     for index, row in enumerate(bundle.manifest.tensors):
         if row.source == number and digests.tensor(index) != bytes.fromhex(row.digest):
-            name = {DENSE: bundle.manifest.dense.name}.get(row.dest, bundle.folder.name)
+            ple, dense = bundle.manifest.ple, bundle.manifest.dense
+            file = ple if ple and row.dest == PLE else dense if row.dest == DENSE else bundle.manifest.index
             raise DamagedBundleError(
-                "checksum mismatch: the tensor's bytes are corrupt", path=str(bundle.path(name)), tensor=row.name
+                "checksum mismatch: the tensor's bytes are corrupt", path=str(bundle.path(file.name)), tensor=row.name
             )
     if sha256 != source.sha256:
         raise DamagedBundleError(

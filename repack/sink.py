@@ -29,9 +29,7 @@ class Sink:
         """Make a file of `size_bytes` zero bytes, none of which takes space yet."""
         path = self.folder / name
         with named_errors(path):
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            self._remember(name, fd)
-            os.ftruncate(fd, size_bytes)
+            os.ftruncate(self._open_file(name, os.O_CREAT | os.O_EXCL), size_bytes)
         self._made.append(name)
 
     def write(self, name: str, data: memoryview | bytes, offset_bytes: int) -> None:
@@ -67,11 +65,9 @@ class Sink:
         if name in self._open:
             self._open.move_to_end(name)
             return self._open[name]
-        fd = os.open(self.folder / name, os.O_RDWR | os.O_CLOEXEC)
-        self._remember(name, fd)
-        return fd
+        return self._open_file(name, 0)
 
-    def _remember(self, name: str, fd: int) -> None:
+    def _open_file(self, name: str, flags: int) -> int:
         while len(self._open) >= MAX_OPEN:
             old_name, old = self._open.popitem(last=False)
             with named_errors(self.folder / old_name):
@@ -79,4 +75,6 @@ class Sink:
                     os.fsync(old)  # an error of a write that is still to come would be lost with the descriptor
                 finally:
                     os.close(old)
+        fd = os.open(self.folder / name, flags | os.O_RDWR | os.O_CLOEXEC, 0o666)
         self._open[name] = fd
+        return fd

@@ -181,33 +181,39 @@ class Stream:
                 view, at = view[got:], at + got
 
     def _hash_loop(self) -> None:
-        assert self._hash is not None, "started only where a hash is wanted"
-        try:
-            while (chunk := self._to_hash.get()) is not None and not self._stop:
-                if chunk.view is not None:
-                    self._hash.update(chunk.view)
-                else:
-                    for zeros in zero_runs(chunk.size_bytes):
-                        self._hash.update(zeros)
-                self._release(chunk)
-        except BaseException as error:  # raised again in the caller's thread
-            self._hash_error = error
+        while (chunk := self._to_hash.get()) is not None and not self._stop:
+            try:
+                if self._hash_error is None:
+                    self._hash_chunk(chunk)
+            except BaseException as error:  # raised again in the caller's thread
+                self._hash_error = error
+            self._release(chunk)  # after an error too: the reader waits for this buffer
+
+    def _hash_chunk(self, chunk: Chunk) -> None:
+        assert self._hash is not None, "the thread is started only where a hash is wanted"
+        for data in zero_runs(chunk.size_bytes) if chunk.view is None else (chunk.view,):
+            self._hash.update(data)
 
 
-def sparse_bytes(path: Path, size_bytes: int) -> int:
-    """How many bytes of a file are holes, asked once the file is settled."""
+def sparse_bytes(path: Path, size_bytes: int, ranges: list[tuple[int, int]] | None = None) -> int:
+    """How many bytes of a file are holes, asked once the file is settled; of `ranges` (sorted [start, end)) where given."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        if hole_bytes(fd, size_bytes):
+        with named_errors(path):
+            if not hole_bytes(fd, size_bytes):
+                return 0
             settle(fd)
-        return hole_bytes(fd, size_bytes)
+            if ranges is None:
+                return hole_bytes(fd, size_bytes)
+            return sum(e.size_bytes for start, end in ranges for e in extents(fd, start, end) if e.is_hole)
     finally:
         os.close(fd)
 
 
 def file_reads(path: Path, fd: int, size_bytes: int) -> Iterator[Read]:
     """The reads that cover an open file once, from its start, with its holes left out."""
-    if hole_bytes(fd, size_bytes):
-        settle(fd)
-    for extent in extents(fd, 0, size_bytes):
-        yield Read(path, None if extent.is_hole else fd, extent.start_bytes, extent.size_bytes)
+    with named_errors(path):
+        if hole_bytes(fd, size_bytes):
+            settle(fd)
+        for extent in extents(fd, 0, size_bytes):
+            yield Read(path, None if extent.is_hole else fd, extent.start_bytes, extent.size_bytes)

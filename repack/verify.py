@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bel.formats.atomic import named_errors, read_all
+from bel.formats.atomic import named_errors, read_all, read_head
 from bel.formats.bundle import Bundle, expected_experts_header, read_index, size_problem
 from bel.formats.digest import (
     DIGEST_BYTES,
@@ -250,7 +250,7 @@ def verify_bundle(bundle: Bundle, *, quick: bool, progress: Callable[[str, int, 
     for file, dest in ((manifest.dense, DENSE), (manifest.ple, PLE)):
         if file is not None and file.name in sound:
             if quick:
-                head = read_file_head(bundle.path(file.name), file.digest_bytes)
+                head = read_head(bundle.path(file.name), file.digest_bytes)
                 if bytes_digest(head) != file.digest:
                     run.report.problem(
                         f"{printable(str(bundle.path(file.name)))}: checksum mismatch in the GGUF header (at byte 0)"
@@ -259,13 +259,3 @@ def verify_bundle(bundle: Bundle, *, quick: bool, progress: Callable[[str, int, 
             else:
                 run.gguf(file, dest)
     return run.report
-
-
-def read_file_head(path: Path, size_bytes: int) -> bytes:
-    """The first bytes of a file."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        with named_errors(path):
-            return read_all(fd, size_bytes, 0)
-    finally:
-        os.close(fd)

@@ -1,0 +1,38 @@
+"""Holding Ctrl-C and termination back for the few steps that must not be torn apart."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def signals_held(*, then_raise: bool = True) -> Iterator[None]:
+    """Run the block to its end; where a signal arrived meanwhile, raise KeyboardInterrupt behind it (or, on request, not).
+
+    Python runs its handlers in the main thread, whichever thread the signal reached; in any other thread nothing is held.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        arrived.append(number)
+
+    before = {n: signal.getsignal(n) for n in STOPPING}
+    held = [n for n, handler in before.items() if callable(handler)]  # SIG_IGN and SIG_DFL stay what they are
+    for number in held:
+        signal.signal(number, note)
+    try:
+        yield
+    finally:
+        for number in held:
+            signal.signal(number, before[number])
+    if arrived and then_raise:
+        raise KeyboardInterrupt
