@@ -55,7 +55,7 @@ class Tensor:
             return self.data
         size = tensor_bytes(self.type_id, self.ne)
         assert size is not None, "a tensor of unknown type needs its data given"
-        return random.Random(f"{seed} {self.name}").randbytes(size)
+        return random.Random(f"{seed} {self.name}".encode("utf-8", "surrogateescape")).randbytes(size)
 
 
 @dataclass
@@ -70,14 +70,16 @@ class Gguf:
     pad_byte: int = 0
     pad_last: bool = True
     tail: bytes = b""
+    lead_gap_bytes: int = 0  # slack between the header and the first data, a multiple of the alignment
     order: list[int] | None = None  # the order of the data, where it is not that of the infos
     offsets: dict[str, int] = field(default_factory=dict)  # filled in by `blob`
 
     def blob(self) -> bytes:
         """The file's bytes."""
-        offsets, at = [0] * len(self.tensors), 0
+        offsets = [0] * len(self.tensors)
         order = self.order if self.order is not None else list(range(len(self.tensors)))
-        body = bytearray()
+        body = bytearray([self.pad_byte]) * self.lead_gap_bytes
+        at = len(body)
         for position, index in enumerate(order):
             tensor = self.tensors[index]
             offsets[index] = at
@@ -155,6 +157,8 @@ def split(model: Gguf, counts: list[int], base: str = "model", *, later_alignmen
             key("split.tensors.count", I32, len(model.tensors)),
         ]
         alignment = model.alignment if number == 0 else later_alignment
+        if number and later_alignment != 32:
+            entries.append(key("general.alignment", U32, later_alignment))
         name = f"{base}-{number + 1:05d}-of-{len(counts):05d}.gguf"
         shards[name] = Gguf(entries, model.tensors[at : at + count], model.version, alignment, model.seed)
         at += count
