@@ -12,13 +12,20 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import click
 
 from bel.formats.errors import BelError, InterruptedRun, MachineError, printable, printable_line
 from bel.formats.units import MIB
+
+F = TypeVar("F", bound=Callable[..., Any])
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+"""The context settings of every command."""
+
+_EXTRAS = {"numpy": "profile", "numba": "profile", "matplotlib": "plot", "cffi": "llama", "xllamacpp": "llama"}
 
 _HINTS = {
     errno.ENOSPC: "No space is left; free some, or use -o on another disk",
@@ -59,10 +66,20 @@ def run_command(command: click.Command, name: str, arguments: Sequence[str] | No
         return _fail(name, "out of memory", MachineError.exit_code)
     except OSError as error:
         return _os_failed(name, error)
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRAS:
+            raise
+        hint = f"Install it with: pip install 'bel-toolkit[{_EXTRAS[error.name]}]'"
+        return _fail(name, f"this command needs {error.name}, which is not installed. {hint}", MachineError.exit_code)
     except RuntimeError as error:
         if "start new thread" not in str(error):
             raise
         return _fail(name, "the machine refuses another thread (limits on processes or memory)", MachineError.exit_code)
+
+
+def json_option(command: F) -> F:
+    """The `--json` that every command takes."""
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")(command)
 
 
 def _flushed(name: str, status: int) -> int:
@@ -183,34 +200,48 @@ def print_table(title: str, rows: list[tuple[str, str]], *, err: bool = False) -
         console.print(Text.assemble(("  " + key.ljust(width), "bold cyan"), printable_line(value)), soft_wrap=True)
 
 
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What progress counts: its short name, how many of it make one of the name that plain lines use, and that name."""
+
+    short: str
+    factor: float
+    shown: str
+    rate_factor: float
+    rate_shown: str
+
+
+BYTES = Unit("B", MIB, "MiB", 1e6, "MB/s")
+TOKENS = Unit("tok", 1, "tokens", 1, "tokens/s")
+
+
 class Progress:
     """Progress of one command on stderr: a bar on a terminal, a plain line now and then elsewhere, nothing when quick."""
 
     PLAIN_SECONDS = 5.0
     QUIET_SECONDS = 0.5
 
-    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._name, self._clock = name, clock
+    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic, *, unit: Unit = BYTES) -> None:
+        self._name, self._clock, self._unit = name, clock, unit
         self._bar: Any = None
         self._phase = ""
         self._began = self._last = 0.0
         self._is_terminal = sys.stderr.isatty()
 
-    def __call__(self, phase: str, done_bytes: int, total_bytes: int) -> None:
-        """Say how far a phase has come."""
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        """Say how far a phase has come; `total` may fall while it runs."""
         now = self._clock()
         if phase != self._phase:
             self.close()
             self._phase, self._began, self._last = phase, now, now
         if self._is_terminal:
-            self._draw(done_bytes, total_bytes, now)
+            self._draw(done, total, now)
         elif now - self._last >= self.PLAIN_SECONDS:
-            self._last = now
-            rate = done_bytes / max(now - self._began, 1e-9)
-            left = (total_bytes - done_bytes) / max(rate, 1.0)
+            self._last, unit = now, self._unit
+            rate = done / max(now - self._began, 1e-9)
             click.echo(
-                f"{self._name}: {phase} {100 * done_bytes // max(total_bytes, 1)} % of {total_bytes / MIB:.0f} MiB, "
-                f"{rate / 1e6:.0f} MB/s, {left:.0f} s left",
+                f"{self._name}: {phase} {100 * done // max(total, 1)} % of {total / unit.factor:.0f} {unit.shown}, "
+                f"{rate / unit.rate_factor:.0f} {unit.rate_shown}, {(total - done) / max(rate, 1e-9):.0f} s left",
                 err=True,
             )
 
@@ -220,7 +251,11 @@ class Progress:
                 return
             from tqdm import tqdm
 
-            self._bar = tqdm(total=total, desc=self._phase, unit="B", unit_scale=True, file=sys.stderr, leave=False)
+            scale = self._unit is BYTES
+            self._bar = tqdm(
+                total=total, desc=self._phase, unit=self._unit.short, unit_scale=scale, file=sys.stderr, leave=False
+            )
+        self._bar.total = total
         self._bar.update(done - self._bar.n)
 
     def close(self) -> None:

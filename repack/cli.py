@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
 
 import click
 
 from bel.formats.bundle import check_sizes, is_bundle, open_bundle
-from bel.formats.console import Progress, all_or_nothing, print_json, print_table, run_command, say
+from bel.formats.console import SETTINGS, Progress, all_or_nothing, json_option, print_json, print_table, run_command, say
 from bel.formats.errors import DamagedBundleError
 from bel.formats.experts import find_experts, warnings
 from bel.formats.gguf_model import GgufModel, open_model
@@ -23,7 +21,6 @@ from bel.repack.report import conversion_rows, model_rows
 
 NAME = "bel-repack"
 DEFAULT_SHARD_SIZE = "45GB"  # below the 50 GB that Hugging Face takes for one file
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _ConvertByDefault(click.Group):
@@ -35,20 +32,14 @@ class _ConvertByDefault(click.Group):
         return super().parse_args(ctx, args)
 
 
-def json_option(command: F) -> F:
-    """The `--json` that every command takes."""
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")(command)
-
-
 def _size(_ctx: click.Context, _parameter: click.Parameter, value: str) -> int:
     return parse_bytes(value)
 
 
-_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 _PATH = click.Path(path_type=Path)
 
 
-@click.group(cls=_ConvertByDefault, context_settings=_SETTINGS, subcommand_metavar="MODEL.gguf [OPTIONS] | COMMAND ...")
+@click.group(cls=_ConvertByDefault, context_settings=SETTINGS, subcommand_metavar="MODEL.gguf [OPTIONS] | COMMAND ...")
 @click.version_option(package_name="bel-toolkit", prog_name=NAME)
 def main_group() -> None:
     """Repack a mixture-of-experts GGUF into a bundle: a dense GGUF, an experts file with one aligned blob per expert,
@@ -63,7 +54,7 @@ def main_group() -> None:
     """
 
 
-@main_group.command(context_settings=_SETTINGS)
+@main_group.command(context_settings=SETTINGS)
 @click.argument("model", type=_PATH)
 @click.option("-o", "output", type=_PATH, help="The bundle to make.  Default: NAME.bel beside the model.")
 @click.option(
@@ -140,7 +131,7 @@ def convert(
         print_table("repacked", conversion_rows(answer, named))
 
 
-@main_group.command(context_settings=_SETTINGS)
+@main_group.command(context_settings=SETTINGS)
 @click.argument("path", type=_PATH)
 @click.option("--digest", is_flag=True, help="Read every byte of a GGUF and print its content digest and SHA-256.")
 @json_option
@@ -177,7 +168,7 @@ def inspect(path: Path, digest: bool, as_json: bool) -> None:
         print_table(f"{answer['format']} {path}", model_rows(answer))
 
 
-@main_group.command(context_settings=_SETTINGS)
+@main_group.command(context_settings=SETTINGS)
 @click.argument("bundle", type=_PATH)
 @click.option("--source", type=_PATH, help="Also compare with the original GGUF (any shard), byte for byte.")
 @click.option("--quick", is_flag=True, help="Sizes, headers, digest tables and a sample of the blobs only.")
@@ -234,7 +225,7 @@ def verify(bundle: Path, source: Path | None, quick: bool, as_json: bool) -> int
     return 0
 
 
-@main_group.command(context_settings=_SETTINGS)
+@main_group.command(context_settings=SETTINGS)
 @click.argument("bundle", type=_PATH)
 @click.option(
     "-o",

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from refused import refusal
 
 import synth
 from bel.formats.experts import ExpertLayer, find_experts, warnings
 from bel.formats.gguf_model import GgufModel, open_model
 from bel.repack.convert import convert
 from bel.repack.layout import plan_layout
+from refused import refusal
 from synth import ARRAY, F32, I32, STRING, U32, Gguf, Tensor, expert_stacks, key
 
 ARCH = key("general.architecture", STRING, "x")

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from refused import bad_model, refusal
 
 import synth
 from bel.formats.gguf_header import MAX_HEADER_BYTES, scan_header
 from bel.formats.gguf_model import open_model
 from bel.formats.units import MIB
+from refused import bad_model, refusal
 from synth import ARRAY, BOOL, F32, I32, STRING, U32, U64, Gguf, Tensor, gguf_string, key
 
 FLOAT32, FLOAT64, U8 = 6, 12, 0

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from make_golden import GOLDEN, make, source
-from refused import refusal
 
 from bel.formats.bundle import open_bundle
 from bel.formats.errors import DamagedBundleError
@@ -18,6 +17,7 @@ from bel.formats.manifest import MANIFEST_NAME, READABLE_VERSIONS, VERSION, File
 from bel.repack.compare import compare_source
 from bel.repack.restore import restore
 from bel.repack.verify import verify_bundle
+from refused import refusal
 
 VERSIONS = [f"v{version}" for version in READABLE_VERSIONS]
 FILES = {

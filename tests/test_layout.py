@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from refused import refusal
 
 import synth
 from bel.formats.errors import UsageError
@@ -16,6 +15,7 @@ from bel.formats.gguf_header import scan_header
 from bel.formats.gguf_model import GgufModel, open_model
 from bel.formats.units import align_up
 from bel.repack.layout import BUNDLE_VERSION_KEY, CONTENT_DIGEST_KEY, Layout, dense_header, plan_layout
+from refused import refusal
 from synth import ARRAY, BOOL, F32, I32, STRING, U16, U32, Gguf, Tensor, expert_stacks, key
 
 NO_LIMIT = 2**63

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from refused import bad_model
 
 import synth
 from bel.formats.gguf_model import open_model
 from bel.formats.shards import model_base_name
+from refused import bad_model
 from synth import F32, I32, STRING, U16, U32, Gguf, Tensor, key
 
 COUNTS = [3, 5, 4]

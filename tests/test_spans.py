@@ -7,12 +7,12 @@ from collections.abc import Iterable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refused import refusal
 
 from bel.formats.errors import DamagedBundleError
 from bel.formats.experts_file import PAGE_BYTES, BlobPart, LayerLayout, blob_layout
 from bel.formats.units import MIB
 from bel.repack.spans import GAP_STEP_BYTES, Kind, Placed, Span, SpanWalk, experts_spans, gguf_spans
+from refused import refusal
 
 
 @st.composite

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import synth
-from bel.formats import experts_file, manifest
+from bel.formats import experts_file, manifest, profile_json, trace_layout
 from bel.formats.gguf_model import open_model
 from bel.repack.convert import convert
 from bel.repack.layout import plan_layout
@@ -38,11 +38,19 @@ def struct_rows(title: str) -> list[list[str]]:
     return [row for row in rows(section(title)) if row[0].isdigit()]
 
 
+def packs_alike(code: str, layout: struct.Struct) -> bool:
+    """Whether two structs read the same values from the same bytes (`8I` and `IIIIIIII` do)."""
+    data = bytes(range(1, layout.size + 1))
+    return struct.unpack(code, data) == layout.unpack(data)
+
+
 @pytest.mark.parametrize(
     ("title", "layout", "fields"),
     [
         ("Experts file", experts_file.EXPERTS_HEADER, experts_file.EXPERTS_FIELDS),
         ("Digest table", experts_file.INDEX_HEADER, experts_file.INDEX_FIELDS),
+        ("Trace file head", trace_layout.FILE_HEAD, trace_layout.FILE_FIELDS),
+        ("Trace block", trace_layout.BLOCK_HEAD, trace_layout.BLOCK_FIELDS),
     ],
 )
 def test_a_struct_table_is_the_struct_of_the_code(title: str, layout: struct.Struct, fields: tuple[str, ...]) -> None:
@@ -55,15 +63,16 @@ def test_a_struct_table_is_the_struct_of_the_code(title: str, layout: struct.Str
         if kind != "bytes":
             assert struct.calcsize("<" + TYPES[kind]) == int(size)
         at += int(size)
-    assert code == layout.format
-    assert at == layout.size
+    assert struct.Struct(code).size == layout.size == at
+    assert packs_alike(code, layout)
 
 
 def test_magics_and_versions_are_those_of_the_code() -> None:
     assert f"`{experts_file.EXPERTS_MAGIC.decode()}`" in section("Experts file")
     assert f"`{experts_file.INDEX_MAGIC.decode()}`" in section("Digest table")
     assert f"`{manifest.FORMAT}`" in section("Manifest")
-    assert SPEC.startswith(f"# Formats of bel-toolkit\n\nVersion {manifest.VERSION} of the bundle.")
+    assert SPEC.startswith(f"# Formats of bel-toolkit\n\nVersion {manifest.VERSION} of the bundle, the trace and the profile.")
+    assert trace_layout.VERSION == profile_json.VERSION == manifest.VERSION
     assert manifest.READABLE_VERSIONS == (manifest.VERSION,)
 
 

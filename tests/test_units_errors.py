@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from refused import refusal
 
 from bel.formats import errors
 from bel.formats.errors import BadInputError, BelError, UsageError, printable
 from bel.formats.units import align_up, format_bytes, parse_bytes
+from refused import refusal
 
 
 @pytest.mark.parametrize(

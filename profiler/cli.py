@@ -1,0 +1,333 @@
+"""`bel-profile`: record, import, summarize and merge what the router does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from bel.formats.console import SETTINGS, F, Progress, json_option, print_json, print_table, run_command, say
+from bel.formats.console import TOKENS as TOKEN_UNIT
+from bel.formats.errors import UsageError
+from bel.formats.profile import TOKENS, WEIGHTINGS, Profile, frequency_by_layer
+from bel.formats.profile_json import check_workload_name, encode_profile
+from bel.formats.staging import replace_file, staged_file
+from bel.formats.units import format_bytes
+from bel.profiler.output import check_output
+from bel.profiler.report_cli import report_command
+
+if TYPE_CHECKING:
+    from bel.profiler.recording import RecordResult
+
+NAME = "bel-profile"
+IMPORTS = ("bigmoe-csv", "thecodacus-csv", "jsonl", "counts-json", "vllm-npz")
+ENGINES = ("auto", "xllamacpp", "llama-cpp-python")
+
+_PATH = click.Path(path_type=Path)
+
+
+class _MergeAsOption(click.Group):
+    """`bel-profile --merge A B` is the command `merge`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        names = args[: args.index("--")] if "--" in args else args
+        if "--merge" in names and args[0] not in self.commands:
+            args = ["merge", *(a for i, a in enumerate(args) if a != "--merge" or i >= len(names))]
+        return super().parse_args(ctx, args)
+
+
+def force_option(command: F) -> F:
+    """The `--force` of commands that write."""
+    return click.option("--force", is_flag=True, help="Replace an existing output.")(command)
+
+
+@click.group(cls=_MergeAsOption, context_settings=SETTINGS, subcommand_metavar="COMMAND ... | --merge PROFILE...")
+@click.version_option(package_name="bel-toolkit", prog_name=NAME)
+def main_group() -> None:
+    """Record which experts the router of a model picks on real work, and say what a cache of experts would do.
+
+    \b
+    Examples:
+      bel-profile record model.gguf -f prompts/code --workload code -o code.json
+      bel-profile --merge code.json chat.json          writes merged.json
+      bel-profile summarize code.trace -o code.json
+      bel-profile report code.trace chat.trace --html report.html
+    """
+
+
+@main_group.command(context_settings=SETTINGS)
+@click.argument("traces", nargs=-1, required=True, type=_PATH, metavar="TRACE...")
+@click.option("-o", "output", type=_PATH, required=True, help="The profile to write.")
+@force_option
+@json_option
+def summarize(traces: tuple[Path, ...], output: Path, force: bool, as_json: bool) -> None:
+    """Make a profile of one or more traces of one model.  Traces of one workload are pooled, workloads stay apart.
+
+    \b
+    Examples:
+      bel-profile summarize code.trace -o code.json
+      bel-profile summarize code-1.trace code-2.trace chat.trace -o profile.json --json
+    """
+    from bel.profiler.summarize import summarize as run
+
+    check_output(output, traces, force=force)
+    summary = run(list(traces))
+    _say_all(summary.notes)
+    replace_file(output, encode_profile(summary.profile))
+    _report(f"wrote {output}", output, summary.profile, as_json=as_json)
+
+
+@main_group.command(context_settings=SETTINGS)
+@click.argument("profiles", nargs=-1, required=True, type=_PATH, metavar="PROFILE...")
+@click.option("-o", "output", type=_PATH, default=Path("merged.json"), show_default=True, help="The merged profile.")
+@click.option(
+    "--weight",
+    type=click.Choice(WEIGHTINGS),
+    default=WEIGHTINGS[0],
+    show_default=True,
+    help="How much each workload counts: the same, or by its tokens.",
+)
+@force_option
+@json_option
+def merge(profiles: tuple[Path, ...], output: Path, weight: str, force: bool, as_json: bool) -> None:
+    """Merge profiles of one model.  Workloads stay apart, each with its weight; merged profiles merge again.
+
+    \b
+    Examples:
+      bel-profile --merge code.json chat.json
+      bel-profile --merge code.json chat.json docs.json -o all.json --weight tokens
+    """
+    from bel.profiler.merge import merge as run
+
+    if len(profiles) < 2:
+        raise UsageError("a merge needs two profiles or more", found=str(profiles[0]))
+    check_output(output, profiles, force=force)
+    merged = run(list(profiles), weight)
+    _say_all(merged.notes)
+    replace_file(output, encode_profile(merged.profile))
+    how = "by their tokens" if weight == TOKENS else "equally"
+    extra = {"frequency_by_layer": {str(layer): share for layer, share in frequency_by_layer(merged.profile).items()}}
+    _report(f"wrote {output}, workloads weighted {how}", output, merged.profile, as_json=as_json, extra=extra)
+
+
+@main_group.command("import", context_settings=SETTINGS)
+@click.argument("file", type=_PATH)
+@click.option("--from", "kind", type=click.Choice(IMPORTS), required=True, help="The format of FILE.")
+@click.option("--workload", help="The label of the work.  Default: the output's name.")
+@click.option("-o", "output", type=_PATH, required=True, help="The trace to write; a profile for counts-json.")
+@force_option
+@json_option
+def import_file(file: Path, kind: str, workload: str | None, output: Path, force: bool, as_json: bool) -> None:
+    """Turn FILE, the router trace of another tool, into a trace; bare counts into a profile.
+
+    \b
+    Formats:
+      bigmoe-csv      route trace of BigMoeOnEdge
+      thecodacus-csv  llama-moe-trace: pos,layer,id0,id1,...; negative positions are prompt rows
+      jsonl           {"token": 0, "layer": 0, "experts": [3, 1], "phase": "decode"} on each line
+      vllm-npz        vLLM's routed_experts (tokens, layers, top_k)
+      counts-json     {"model", "fingerprint", "n_expert", "top_k", "tokens", "counts": {layer: [..]}}
+
+    \b
+    Examples:
+      bel-profile import route.csv --from bigmoe-csv --workload chat -o chat.trace
+      bel-profile import counts.json --from counts-json --workload code -o code.json
+    """
+    label = _workload(workload, output)
+    check_output(output, [file], force=force, may_replace_profile=kind == "counts-json")
+    if kind == "counts-json":
+        from bel.profiler.importers_counts import read_counts_json
+
+        profile = read_counts_json(file, label)
+        replace_file(output, encode_profile(profile))
+        _report(f"wrote {output}", output, profile, as_json=as_json)
+        return
+    imported = _reader(kind)(file)
+    header = imported.header(label)
+    with staged_file(output) as fresh:
+        imported.write(fresh, header)
+    _say_all(f"{file}: {note}" for note in imported.notes)
+    ids = sum(len(rows.ids) for rows in imported.layers.values())
+    tokens = max((len(rows.token) for rows in imported.layers.values()), default=0)
+    size = output.stat().st_size
+    answer = {
+        "trace": str(output),
+        "workload": label,
+        "layers": len(header.layers),
+        "tokens": tokens,
+        "ids": ids,
+        "trace_bytes": size,
+        "notes": imported.notes,
+    }
+    if as_json:
+        print_json(answer)
+        return
+    rows = [("workload", label), ("layers", str(len(header.layers))), ("tokens", str(tokens)), ("expert ids", str(ids))]
+    print_table(f"wrote {output}, {format_bytes(size)}", rows)
+
+
+@main_group.command(context_settings=SETTINGS)
+@click.argument("model", type=_PATH)
+@click.option("-f", "files", type=_PATH, multiple=True, help="A prompt in a file, or a folder with one in each file.")
+@click.option("-p", "texts", multiple=True, help="A prompt.")
+@click.option("-n", "n_predict", type=click.IntRange(0), default=500, show_default=True, help="Tokens to generate a prompt.")
+@click.option("--workload", help="The label of the work.  Default: the output's name.")
+@click.option("--weights", is_flag=True, help="Record the router's weights too.")
+@click.option("--timing", is_flag=True, help="Record the time of each layer too.")
+@click.option("--engine", type=click.Choice(ENGINES), default="auto", show_default=True, help="Which llama.cpp to use.")
+@click.option("--context", "n_ctx", type=click.IntRange(1), help="Context in tokens.  Default: what the prompts need.")
+@click.option("--ubatch", "n_ubatch", type=click.IntRange(1), default=512, show_default=True, help="Prompt tokens at once.")
+@click.option("--threads", "n_threads", type=click.IntRange(1), help="Threads of llama.cpp.")
+@click.option("--temp", "temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed above temperature 0.")
+@click.option("-o", "output", type=_PATH, required=True, help="The profile to write.")
+@click.option("--trace", "trace", type=_PATH, help="The trace to write.  Default: the output's name with .trace.")
+@force_option
+@json_option
+def record(
+    model: Path,
+    files: tuple[Path, ...],
+    texts: tuple[str, ...],
+    n_predict: int,
+    workload: str | None,
+    weights: bool,
+    timing: bool,
+    engine: str,
+    n_ctx: int | None,
+    n_ubatch: int,
+    n_threads: int | None,
+    temperature: float,
+    seed: int,
+    output: Path,
+    trace: Path | None,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Run prompts through MODEL (a GGUF) and record every choice of its router: a trace, and the profile of it.
+
+    The trace grows while the model runs.  Ctrl-C, or a crash, leaves a valid one.
+
+    \b
+    Examples:
+      bel-profile record model.gguf -f prompts/code --workload code -o code.json
+      bel-profile record model.gguf -p "Write a poem" -n 100 -o poem.json --trace poem.trace
+    """
+    from bel.profiler.prompts import read_prompts
+    from bel.profiler.record import record as run
+    from bel.profiler.recording import RecordRequest
+    from bel.profiler.summarize import summarize as summarize_traces
+
+    label = _workload(workload, output)
+    trace = trace or output.with_suffix(".trace")
+    if trace.absolute() == output.absolute():
+        raise UsageError("the trace and the profile have one name", path=str(output), hint="Use -o NAME.json")
+    check_output(output, [model, *files], force=force)
+    check_output(trace, [model, *files], force=force, may_replace_profile=False)
+    request = RecordRequest(
+        model=model,
+        trace=trace,
+        prompts=read_prompts(files, texts),
+        n_predict=n_predict,
+        workload=label,
+        weights=weights,
+        times=timing,
+        engine=engine,
+        n_ctx=n_ctx,
+        n_ubatch=n_ubatch,
+        n_threads=n_threads,
+        temperature=temperature,
+        seed=seed,
+        replace=force,
+    )
+    progress = Progress(NAME, unit=TOKEN_UNIT)
+    try:
+        result = run(request, lambda done, total: progress("record", done, total))
+    finally:
+        progress.close()
+    summary = summarize_traces([trace])
+    _say_all(summary.notes)
+    replace_file(output, encode_profile(summary.profile))
+    _report(f"wrote {trace} and {output}", output, summary.profile, as_json=as_json, extra=_recorded(result, trace))
+
+
+def _recorded(result: RecordResult, trace: Path) -> dict[str, Any]:
+    return {
+        "trace": str(trace),
+        "engine": {"name": result.engine, "build": result.engine_build},
+        "prompts": [
+            {"name": p.name, "prompt_tokens": p.prompt_tokens, "decode_tokens": p.decode_tokens, "ended": p.ended}
+            for p in result.prompts
+        ],
+    }
+
+
+def _reader(kind: str) -> Callable[[Path], Any]:
+    if kind == "bigmoe-csv":
+        from bel.profiler.importers_bigmoe import read_bigmoe_csv
+
+        return read_bigmoe_csv
+    if kind == "thecodacus-csv":
+        from bel.profiler.importers_moetrace import read_thecodacus_csv
+
+        return read_thecodacus_csv
+    if kind == "jsonl":
+        from bel.profiler.importers_jsonl import read_jsonl
+
+        return read_jsonl
+    from bel.profiler.importers_npz import read_vllm_npz
+
+    return read_vllm_npz
+
+
+def _workload(given: str | None, output: Path) -> str:
+    name = output.stem if given is None else given
+    try:
+        check_workload_name(name)
+    except ValueError as error:
+        raise UsageError(f"--workload: {error}", found=name) from None
+    return name
+
+
+def _say_all(notes: Any) -> None:
+    for note in notes:
+        say(NAME, note)
+
+
+def _report(title: str, output: Path, profile: Profile, *, as_json: bool, extra: dict[str, Any] | None = None) -> None:
+    """What a profile holds, in one object or one table."""
+    works = {
+        w.name: {
+            "weight": w.weight,
+            "prompt_tokens": max(x.prompt.tokens for x in w.layers),
+            "decode_tokens": max(x.decode.tokens for x in w.layers),
+        }
+        for w in profile.workloads
+    }
+    if as_json:
+        model = {"name": profile.model_name, "arch": profile.arch, "fingerprint": profile.fingerprint}
+        answer = {"profile": str(output), "model": model, "layers": len(profile.layers), "weighting": profile.weighting}
+        print_json({**answer, "workloads": works, **(extra or {})})
+        return
+    rows = [("model", profile.model_name or "(not named)"), ("layers", str(len(profile.layers)))]
+    rows += [
+        (name, f"{w['prompt_tokens']} prompt and {w['decode_tokens']} decode tokens, weight {w['weight']:.3f}")
+        for name, w in works.items()
+    ]
+    print_table(title, rows)
+
+
+main_group.add_command(report_command)
+
+
+def main() -> None:
+    """Entry point."""
+    sys.exit(run_command(main_group, NAME))
+
+
+__all__ = ["main", "main_group"]
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""Where a command of bel-profile may write."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from bel.formats.errors import UsageError
+from bel.formats.profile_json import FORMAT
+
+_HEAD_BYTES = 256
+
+
+def check_output(path: Path, inputs: Iterable[Path], *, force: bool, may_replace_profile: bool = True) -> None:
+    """Raises UsageError where writing `path` would change an input, or lose a file that cannot be made again with a command.
+
+    A profile is replaced without asking where `may_replace_profile` is true: it comes from traces and other profiles.
+    """
+    if not path.parent.is_dir():
+        raise UsageError("the folder of the output does not exist", path=str(path.parent))
+    if not os.path.lexists(path):
+        return
+    if path.exists() and not path.is_file():
+        raise UsageError("the output exists and is not a file", path=str(path))
+    for other in inputs:
+        if path.exists() and other.exists() and path.samefile(other):
+            raise UsageError("the output is also an input, which is never overwritten", path=str(path), hint="Use another -o")
+    if not force and not (may_replace_profile and _is_profile(path)):
+        raise UsageError("the output exists already", path=str(path), hint="Use --force to replace it")
+
+
+def _is_profile(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return f'"format": "{FORMAT}"'.encode() in file.read(_HEAD_BYTES)
+    except FileNotFoundError:  # a link to nothing
+        return False
