@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# The main job on the example model: repack it, look at it, verify it, restore it, and compare.  Run by `make demo`.
+# The main job on the example model: repack it, verify it, restore it and compare; then record which experts its router
+# picks on code and on chat, merge the two profiles, and report.  Run by `make demo`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 model=examples/tiny-moe-q8_0.gguf
+prompts=examples/prompts
 out=${1:-demo-out}
 rm -rf "$out"
 mkdir -p "$out"
@@ -21,3 +23,10 @@ if [ "$want" != "$have" ]; then
   exit 1
 fi
 echo "equal, byte for byte"
+
+for work in code chat; do
+  step bel-profile record "$model" -f "$prompts/$work/${work}_01.txt" -f "$prompts/$work/${work}_02.txt" -n 100 \
+    --workload "$work" -o "$out/$work.json"
+done
+step bel-profile --merge "$out/code.json" "$out/chat.json" -o "$out/merged.json"
+step bel-profile report "$out/code.trace" "$out/chat.trace" --html "$out/report.html"
