@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ from bel.repack.stream import Read, Stream
 from bel.repack.target import check_space
 from bel.repack.walk import Advance, pieces
 
+SPANS_AHEAD = 4  # slices of about a megabyte: enough to keep a disk busy, few enough to stay in the page cache
 STAGING_NAME = ".bel-restore.bel-tmp"
 
 
@@ -144,7 +146,10 @@ class _Parts:
 
     def reads(self, spans: Iterator[Span], kept: KeptBytes) -> Iterator[Read]:
         """What to read for each span of a source file, in order."""
-        for span in spans:
+        spans, later = itertools.tee(spans)
+        for span, soon in itertools.zip_longest(spans, itertools.islice(later, SPANS_AHEAD, None)):
+            if soon is not None and soon.kind is Kind.SLICE:
+                self._announce(soon)
             if span.kind is Kind.SLICE:
                 yield from self._slice(span)
             elif not kept.any(span.start_bytes, span.size_bytes):
@@ -154,16 +159,14 @@ class _Parts:
                     size = min(MIB, span.start_bytes + span.size_bytes - at)
                     yield Read(self.bundle.folder, None, at, size, kept.take(at, size))
 
+    def _announce(self, span: Span) -> None:
+        """Have the kernel fetch a slice that is due soon, where its file is open: it lies elsewhere than the one before."""
+        name, offset = self._place(span)
+        if name in self._fds and not self._fds[name][1]:
+            os.posix_fadvise(self._fds[name][0], offset, span.size_bytes, os.POSIX_FADV_WILLNEED)
+
     def _slice(self, span: Span) -> Iterator[Read]:
-        manifest = self.bundle.manifest
-        row = manifest.tensors[span.tensor]
-        if row.dest == EXPERTS:
-            layer, part, _ = self.where[span.tensor]
-            name, offset = manifest.experts[layer.shard].name, layer.part_offset(span.part, part)
-        else:
-            file = manifest.dense if row.dest == DENSE else manifest.ple
-            assert file is not None, "the manifest was checked: a PLE tensor has a PLE file"
-            name, offset = file.name, row.dest_offset_bytes + span.part * span.size_bytes
+        name, offset = self._place(span)
         path = self.bundle.path(name)
         fd, sparse = self._open(path)
         if not sparse:
@@ -171,6 +174,17 @@ class _Parts:
             return
         for extent in extents(fd, offset, offset + span.size_bytes):
             yield Read(path, None if extent.is_hole else fd, extent.start_bytes, extent.size_bytes)
+
+    def _place(self, span: Span) -> tuple[str, int]:
+        """The file of the bundle that holds a slice, and the offset in it."""
+        manifest = self.bundle.manifest
+        row = manifest.tensors[span.tensor]
+        if row.dest == EXPERTS:
+            layer, part, _ = self.where[span.tensor]
+            return manifest.experts[layer.shard].name, layer.part_offset(span.part, part)
+        file = manifest.dense if row.dest == DENSE else manifest.ple
+        assert file is not None, "the manifest was checked: a PLE tensor has a PLE file"
+        return file.name, row.dest_offset_bytes + span.part * span.size_bytes
 
     def _open(self, path: Path) -> tuple[int, bool]:
         """A descriptor of a file of the bundle, and whether it has holes worth looking for."""
@@ -183,6 +197,9 @@ class _Parts:
         self._fds[path.name] = (fd, False)
         with named_errors(path):
             self._fds[path.name] = (fd, hole_bytes(fd, os.fstat(fd).st_size) > 0)
+            if path.name != self.bundle.manifest.dense.name:
+                # The kernel's own readahead would fetch the parts of a blob that are not due before the next tensor.
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         return self._fds[path.name]
 
     def check(self, span: Span, digest: bytes) -> None:

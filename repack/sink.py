@@ -11,7 +11,7 @@ from bel.formats.units import MIB
 
 MAX_OPEN = 4
 """A dense file, a PLE file and two experts files: a source of a thousand shards must convert under a small descriptor limit."""
-FLUSH_BYTES = 256 * MIB
+FLUSH_BYTES = 16 * MIB
 """How much may be dirty before its writeback is begun: the disk then works while the rest is read and hashed."""
 
 
