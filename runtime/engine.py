@@ -1,0 +1,214 @@
+"""llama.cpp behind a small Python surface: load a model, run tokens through it, and look at any tensor on the way.
+
+The C interface is declared in `llama_abi.py`; this module, `context.py` and `tensor.py` are its only callers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bel.formats.errors import BadInputError, BelError, printable
+from bel.formats.gguf_model import open_model
+from bel.runtime.context import Context, ContextOptions, Observer
+from bel.runtime.llama_library import LlamaLibrary, open_library
+
+LOG_LINES = 100  # kept for a message after a failure; loading a model says about this much
+_LOG_WARN, _LOG_ERROR = 3, 4  # enum ggml_log_level
+_VOCAB_NONE = 0  # enum llama_vocab_type
+LOAD_MODES = {"auto": -1, "none": 0, "mmap": 1, "mlock": 2, "mmap_mlock": 3, "direct_io": 4}
+"""enum llama_load_mode (include/llama.h)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """How a model is loaded.
+
+    `use_extra_bufts` lets llama.cpp keep repacked copies of weights beside the mapped file: other kernels and much more
+    memory, some more speed.  `gpu_layers` of -1 puts every layer on a GPU where the library has one.  `overrides` replace
+    values of the metadata.
+    """
+
+    load_mode: str = "mmap"
+    use_extra_bufts: bool = False
+    gpu_layers: int = 0
+    overrides: Mapping[str, int | float | bool | str] = field(default_factory=dict)
+
+
+class Engine:
+    """An opened llama.cpp.  `name` and `build` tell which; `log` has the last lines that it wrote."""
+
+    def __init__(self, library: LlamaLibrary) -> None:
+        self.library = library
+        self.name, self.build = library.engine, library.build
+        self.log: deque[tuple[int, str]] = deque(maxlen=LOG_LINES)
+        self.log_fd: int | None = None
+        """Where warnings and errors are also written at once, for a process that may die before it can report them."""
+        self._line = ""
+        self._log_callback = library.ffi.callback("log_callback", self._on_log)
+        library.lib.llama_log_set(self._log_callback, library.ffi.NULL)
+        # Destructors of the library log after Python is gone: without this line they would call into a dead interpreter.
+        atexit.register(library.lib.llama_log_set, library.ffi.NULL, library.ffi.NULL)
+        library.lib.llama_backend_init()
+
+    @staticmethod
+    def open(engine: str = "auto") -> Engine:
+        """The engine, opened and checked once per process.  Raises MachineError where it is missing or another version."""
+        return _engine_of(open_library(engine))
+
+    def load(self, path: Path, options: ModelOptions | None = None) -> Model:
+        """Load a GGUF, or the split set that `path` belongs to.
+
+        Raises BadInputError where a file is no sound GGUF, before the library sees it, and where the library refuses it.
+        """
+        return self.load_files([header.path for header in open_model(path).files], options)
+
+    def load_files(self, paths: Sequence[Path], options: ModelOptions | None = None) -> Model:
+        """Load a model from files that were scanned already, in the order of their shards."""
+        ffi, lib = self.library.ffi, self.library.lib
+        options = options or ModelOptions()
+        params = ffi.new("struct any_params *", lib.llama_model_default_params())
+        fields = ffi.cast("struct llama_model_params *", params)
+        fields.load_mode = LOAD_MODES[options.load_mode]
+        fields.use_extra_bufts = options.use_extra_bufts
+        fields.n_gpu_layers = options.gpu_layers
+        overrides = _overrides(ffi, options.overrides)
+        fields.kv_overrides = overrides
+        names = [ffi.new("char[]", os.fsencode(path)) for path in paths]
+        pointer = lib.llama_model_load_from_splits(ffi.new("const char *[]", names), len(names), params[0])
+        if pointer == ffi.NULL:
+            raise self.failure(BadInputError, "llama.cpp does not load this model", path=str(paths[0]))
+        return Model(self, pointer, paths[0])
+
+    def failure(self, kind: type[BelError], cause: str, *, path: str | None = None) -> BelError:
+        """An error that ends with what the library said last: its warnings and errors where there are any."""
+        lines = [text for level, text in self.log if level in (_LOG_WARN, _LOG_ERROR)] or [text for _, text in self.log]
+        said = "; ".join(lines[-3:])
+        return kind(f"{cause}: {printable(said)}" if said else cause, path=path)
+
+    def _on_log(self, level: int, text: Any, _user_data: Any) -> None:
+        piece = self.library.ffi.string(text)
+        if self.log_fd is not None and level in (_LOG_WARN, _LOG_ERROR):
+            os.write(self.log_fd, piece)
+        *lines, self._line = (self._line + piece.decode("utf-8", "replace")).split("\n")
+        self.log.extend((level, line) for line in lines if line.strip())
+
+
+@cache
+def _engine_of(library: LlamaLibrary) -> Engine:
+    return Engine(library)
+
+
+class Model:
+    """A loaded model.  Close it, or use it in a `with`, after its contexts."""
+
+    def __init__(self, engine: Engine, pointer: Any, path: Path) -> None:
+        lib = engine.library.lib
+        self.engine, self.path, self._pointer = engine, path, pointer
+        self._vocab = lib.llama_model_get_vocab(pointer)
+        self.n_layer: int = lib.llama_model_n_layer(pointer)
+        self.n_ctx_train: int = lib.llama_model_n_ctx_train(pointer)
+        self.n_vocab: int = lib.llama_vocab_n_tokens(self._vocab)
+        self.has_tokenizer: bool = lib.llama_vocab_type(self._vocab) != _VOCAB_NONE
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the model.  A second call does nothing."""
+        pointer, self._pointer = self._pointer, None
+        if pointer is not None:
+            self.engine.library.lib.llama_model_free(pointer)
+
+    def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> npt.NDArray[np.int32]:
+        """Token ids (n,) of a text.  `parse_special`: names of special tokens in the text become those tokens.
+
+        Raises BadInputError where the model has no tokenizer.
+        """
+        self._need_tokenizer()
+        ffi, lib = self.engine.library.ffi, self.engine.library.lib
+        data = text.encode("utf-8", "replace")  # a lone surrogate would end the process inside the library
+        room = len(data) + 8  # a token is at least a byte, and there are a few special ones
+        while True:
+            tokens = ffi.new("int32_t[]", room)
+            count = lib.llama_tokenize(self._vocab, data, len(data), tokens, room, add_special, parse_special)
+            if count >= 0:
+                return np.frombuffer(ffi.buffer(tokens), np.int32, count).copy()
+            room = -count
+
+    def detokenize(self, tokens: Sequence[int] | npt.NDArray[np.int32], *, special: bool = False) -> bytes:
+        """The text of tokens as bytes: a token may end inside a UTF-8 character.  `special` shows special tokens too."""
+        self._need_tokenizer()
+        ffi, lib = self.engine.library.ffi, self.engine.library.lib
+        ids = ffi.new("int32_t[]", [int(t) for t in tokens])
+        room = 16 * len(ids) + 16
+        while True:
+            text = ffi.new("char[]", room)
+            count = lib.llama_detokenize(self._vocab, ids, len(ids), text, room, False, special)
+            if count >= 0:
+                return bytes(ffi.buffer(text, count))
+            room = -count
+
+    def is_end(self, token: int) -> bool:
+        """Whether a token ends a generation (end of text, end of turn)."""
+        return bool(self.engine.library.lib.llama_vocab_is_eog(self._vocab, token))
+
+    def chat_prompt(self, messages: Sequence[tuple[str, str]]) -> str:
+        """Messages (role, content) in the model's own chat template, up to where the answer begins.
+
+        Raises BadInputError where the model has no template, or one that llama.cpp does not know.
+        """
+        ffi, lib = self.engine.library.ffi, self.engine.library.lib
+        template = lib.llama_model_chat_template(self._pointer, ffi.NULL)
+        if template == ffi.NULL:
+            raise BadInputError("the model has no chat template", path=str(self.path))
+        kept = [(ffi.new("char[]", role.encode()), ffi.new("char[]", text.encode())) for role, text in messages]
+        chat = ffi.new("struct llama_chat_message[]", kept)
+        room = 2 * sum(len(text) for _, text in kept) + 1024
+        while True:
+            text = ffi.new("char[]", room)
+            count = lib.llama_chat_apply_template(template, chat, len(kept), True, text, room)
+            if count < 0:
+                raise BadInputError("llama.cpp does not know the model's chat template", path=str(self.path))
+            if count <= room:
+                return bytes(ffi.buffer(text, count)).decode("utf-8", "replace")
+            room = count
+
+    def context(self, options: ContextOptions, observer: Observer | None = None) -> Context:
+        """A context that runs tokens through the model.  Raises MachineError where there is no memory for it."""
+        return Context(self, self._pointer, options, observer)
+
+    def _need_tokenizer(self) -> None:
+        if not self.has_tokenizer:
+            raise BadInputError("the model has no tokenizer, so it cannot read text", path=str(self.path))
+
+
+def _overrides(ffi: Any, values: Mapping[str, int | float | bool | str]) -> Any:
+    """A `llama_model_kv_override` array, ended by an entry with an empty key; NULL for none."""
+    if not values:
+        return ffi.NULL
+    rows = ffi.new("struct llama_model_kv_override[]", len(values) + 1)
+    for row, (key, value) in zip(rows, values.items(), strict=False):
+        row.key = key.encode()
+        if isinstance(value, bool):
+            row.tag, row.val_bool = 2, value
+        elif isinstance(value, int):
+            row.tag, row.val_i64 = 0, value
+        elif isinstance(value, float):
+            row.tag, row.val_f64 = 1, value
+        else:
+            row.tag, row.val_str = 3, value.encode()
+    return rows

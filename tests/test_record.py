@@ -1,0 +1,547 @@
+"""Recording on the real library: what the trace holds is what the router chose, and nothing that happens loses it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import archs
+from bel.formats.errors import BadInputError, InterruptedRun, MachineError, UsageError
+from bel.formats.gguf_model import GgufModel, open_model
+from bel.formats.trace import DECODE, PROMPT, TraceWriter
+from bel.formats.trace_calls import LayerCalls, read_trace
+from bel.formats.trace_header import TraceHeader
+from bel.profiler.prompts import Prompt, read_prompts
+from bel.profiler.record import record
+from bel.profiler.record_worker import FLUSH_TOKENS, Recorder, trace_layers
+from bel.profiler.recording import RecordRequest
+from bel.profiler.router import RouterObserver
+from bel.runtime.context import ContextOptions
+from bel.runtime.engine import Engine
+from bel.runtime.sampling import Chooser
+from bel.runtime.tensor import Tensor
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "tiny-moe-q8_0.gguf"
+CODE = Prompt("code", "def fibonacci(n):\n    if n < 2:\n        return n\n    return fibonacci(n - 1) + fibonacci(n - 2)\n")
+CHAT = Prompt("chat", "Hello! Can you tell me a story about a dog and a cat?")
+
+
+@dataclass
+class Witness:
+    """Forwards to the recorder's observer, and reads by other ways what it must find.
+
+    `scores`: what the choice was sorted by, reached through the choice's sources.  `chosen`: the choice, read at its own
+    node.  `used`: the weights, read at the product that uses them.  `named`: the nodes that a caller wants by name.
+    """
+
+    inner: RouterObserver
+    wanted: tuple[str, ...] = ()
+    scores: dict[int, list[npt.NDArray[np.float32]]] = field(default_factory=dict)
+    chosen: dict[int, list[npt.NDArray[np.int32]]] = field(default_factory=dict)
+    used: dict[int, list[npt.NDArray[np.float32]]] = field(default_factory=dict)
+    named: dict[str, list[npt.NDArray[np.float32]]] = field(default_factory=dict)
+    _is_inner: bool = False
+
+    def ask(self, tensor: Tensor) -> bool:
+        self._is_inner = self.inner.ask(tensor)
+        kind, _, layer = tensor.name.partition("-")
+        return self._is_inner or (layer.isdecimal() and kind in ("ffn_moe_topk", "ffn_moe_weighted", *self.wanted))
+
+    def seen(self, tensor: Tensor) -> None:
+        if self._is_inner:
+            self.inner.seen(tensor)
+        kind, _, number = tensor.name.partition("-")
+        layer = int(number)
+        if kind == "ffn_moe_topk":
+            self.chosen.setdefault(layer, []).append(tensor.array())
+            sort = tensor.src(0)
+            if sort is not None and sort.op == "ARGSORT":
+                scores = sort.src(0)
+                assert scores is not None
+                self.scores.setdefault(layer, []).append(scores.array())
+        elif kind == "ffn_moe_weighted":
+            weights = tensor.src(1)
+            assert weights is not None
+            self.used.setdefault(layer, []).append(weights.array(3)[..., 0])
+        if kind in self.wanted:
+            self.named.setdefault(tensor.name, []).append(tensor.array())
+
+    def take(self, n_tokens: int) -> Any:
+        return self.inner.take(n_tokens)
+
+
+def layers_of(path: Path) -> dict[int, LayerCalls]:
+    """A trace by layer, all columns."""
+    trace = read_trace(path, weights=True)
+    return {row.info.layer: row for row in trace.layers}
+
+
+def record_here(
+    path: Path, trace: Path, prompts: list[npt.NDArray[np.int32]], n_decode: int, n_ubatch: int, wanted: tuple[str, ...] = ()
+) -> tuple[Witness, GgufModel]:
+    """Record in this process, with a witness and all columns."""
+    source = open_model(path)
+    layers = trace_layers(source)
+    witness = Witness(RouterObserver(source.arch or "", layers, weights=True, times=True), wanted)
+    header = TraceHeader("test", source.arch or "", "", layers, "test", has_weights=True, has_times=True)
+    chooser = Chooser(0.0, 0)
+    n_ctx = max(map(len, prompts)) + n_decode
+    with (
+        Engine.open().load(path) as model,
+        model.context(ContextOptions(n_ctx, n_ubatch, n_ubatch, 1), witness) as context,
+        TraceWriter(trace, header) as writer,
+    ):
+        recorder = Recorder(context, witness, writer)  # type: ignore[arg-type]
+        for tokens in prompts:
+            assert sum(recorder.prompt(tokens)) == len(tokens)
+            for _ in range(n_decode):
+                recorder.decode(chooser.pick(context.logits[-1]))
+    return witness, source
+
+
+def tokens_of(text: str) -> npt.NDArray[np.int32]:
+    with Engine.open().load(EXAMPLE) as model:
+        return model.tokenize(text)
+
+
+def assert_best(scores: npt.NDArray[np.float32], ids: npt.NDArray[np.integer[Any]]) -> None:
+    """`ids` (n, k) are the k best of `scores` (n, E), best first; among equals any will do."""
+    k = ids.shape[1]
+    assert all(len(set(row)) == k for row in ids.tolist())
+    assert np.array_equal(np.take_along_axis(scores, ids.astype(np.int64), 1), -np.sort(-scores, 1)[:, :k])
+
+
+# --- the ids are right ----------------------------------------------------------------------------------------------
+
+
+def test_ids_are_the_best_of_the_routers_logits(tmp_path: Path) -> None:
+    """Every token, every layer, prompt and decode, in order; and a router in numpy finds the same."""
+    trace = tmp_path / "x.trace"
+    prompt = tokens_of(CODE.text)
+    wanted = ("ffn_moe_logits", "ffn_moe_probs", "ffn_norm")
+    witness, source = record_here(EXAMPLE, trace, [prompt], 40, 16, wanted)
+    got = layers_of(trace)
+    n = len(prompt) + 40
+    n_close = 0
+    for layer, calls in got.items():
+        ids = calls.ids
+        assert ids.shape == (n, 4)
+        logits, probs, normed = (np.concatenate(witness.named[f"{name}-{layer}"]) for name in wanted)
+        assert_best(logits, ids)
+        assert_best(probs, ids)
+        gate = _f32(source, f"blk.{layer}.ffn_gate_inp.weight")
+        ours = normed.astype(np.float64) @ gate.T.astype(np.float64)
+        assert np.allclose(ours, logits, atol=1e-2)
+        # Rounding may swap neighbours: a row counts where its k + 1 best scores are further apart than the two differ.
+        best = -np.sort(-ours, 1)[:, :5]
+        clear = (best[:, :-1] - best[:, 1:]).min(1) > 4 * np.abs(ours - logits).max()
+        n_close += int((~clear).sum())
+        assert np.array_equal(np.argsort(-ours, 1)[clear, :4], ids[clear])
+    assert n_close < 0.1 * n * len(got), "most rows are clear, or nothing was compared"
+
+
+def test_weights_are_those_that_multiply_the_experts(tmp_path: Path) -> None:
+    """Normed to one in this architecture, and in the order of the ids."""
+    trace = tmp_path / "x.trace"
+    witness, _ = record_here(EXAMPLE, trace, [tokens_of(CHAT.text)], 5, 512, ("ffn_moe_probs",))
+    for layer, calls in layers_of(trace).items():
+        weights = calls.weights
+        assert weights is not None
+        assert np.array_equal(weights, np.concatenate(witness.used[layer]).astype(np.float16))
+        assert np.allclose(weights.astype(np.float32).sum(1), 1, atol=2e-3)
+        probs = np.concatenate(witness.named[f"ffn_moe_probs-{layer}"])
+        shares = np.take_along_axis(probs, calls.ids.astype(np.int64), 1)
+        assert np.allclose(weights, shares / shares.sum(1, keepdims=True), atol=2e-3)
+
+
+@pytest.mark.parametrize("arch", archs.ARCHS)
+def test_every_architecture_is_recorded_whole(arch: str, tmp_path: Path) -> None:
+    """Every MoE layer has every row of prompt and decode; the ids are the best scores, the weights those in use."""
+    kind = archs.ARCHS[arch]
+    path, trace = archs.make_model(arch, tmp_path / "model.gguf"), tmp_path / "x.trace"
+    prompts = [np.array([72, 101, 32, 256, 10, 200, 120, 66, 257, 41, 104], np.int32), np.array([9, 8], np.int32)]
+    witness, _ = record_here(path, trace, prompts, 4, 5)
+    got = layers_of(trace)
+    n = sum(map(len, prompts)) + 8
+    assert list(got) == kind.moe_layers(kind.shape)
+    for layer, calls in got.items():
+        assert (calls.info.n_expert, calls.info.top_k) == (kind.shape.n_expert, kind.shape.n_used)
+        assert calls.ids.shape == (n, kind.shape.n_used)
+        assert calls.rows_per_call.tolist() == [5, 5, 1] + [1] * 4 + [2] + [1] * 4
+        assert calls.phase.tolist() == [PROMPT] * 3 + [DECODE] * 4 + [PROMPT] + [DECODE] * 4
+        assert calls.ubatch.tolist() == list(range(12))
+        assert calls.order.tolist() == [list(got).index(layer) + len(got) * u for u in range(12)]
+        assert calls.token.tolist() == [*range(15), *range(6)]
+        assert np.array_equal(calls.ids, np.concatenate(witness.chosen[layer][:: kind.calls]))
+        used = np.concatenate([w.reshape(-1, kind.shape.n_used) for w in witness.used[layer][:: kind.calls]])
+        assert calls.weights is not None
+        assert np.array_equal(calls.weights, used.astype(np.float16))
+        assert calls.time_ns is not None
+        assert (calls.time_ns > 0).all()
+        if layer < kind.hash_layers:
+            assert layer not in witness.scores, "a hash layer takes its ids from a table"
+        else:
+            assert_best(np.concatenate(witness.scores[layer][:: kind.calls]), calls.ids)
+
+
+# --- ubatches, prompts, context -------------------------------------------------------------------------------------
+
+
+def test_a_ubatch_smaller_than_the_prompt(tmp_path: Path) -> None:
+    """Forty tokens in sevens: six calls a layer, numbered, the last with five rows; then one call a token."""
+    trace = tmp_path / "x.trace"
+    record_here(EXAMPLE, trace, [tokens_of(CODE.text * 3)[:40]], 3, 7)
+    for calls in layers_of(trace).values():
+        assert calls.rows_per_call.tolist() == [7, 7, 7, 7, 7, 5, 1, 1, 1]
+        assert calls.phase.tolist() == [PROMPT] * 6 + [DECODE] * 3
+        assert calls.ubatch.tolist() == list(range(9))
+        assert calls.token.tolist() == list(range(43))
+
+
+def test_a_prompt_of_one_token(tmp_path: Path) -> None:
+    """The whole way through the worker, on a model that puts no token before a text."""
+    model = archs.make_model("olmoe", tmp_path / "model.gguf")
+    request = replace(_request(tmp_path, prompts=(Prompt("p", "a"),), n_predict=3), model=model, ignore_end=True)
+    result = record(request)
+    assert (result.prompt_tokens, result.decode_tokens) == (1, 3)
+    for calls in layers_of(request.trace).values():
+        assert calls.phase.tolist() == [PROMPT, DECODE, DECODE, DECODE]
+        assert calls.token.tolist() == [0, 1, 2, 3]
+
+
+def test_the_trace_says_what_was_run(tmp_path: Path) -> None:
+    """The header names the model, the engine, the prompts by digest and the sampling; not the time, not the place."""
+    request = _request(tmp_path, prompts=(CODE, CHAT), n_predict=6, workload="mixed", ignore_end=True)
+    progress: list[tuple[int, int]] = []
+    result = record(request, lambda done, total: progress.append((done, total)))
+    got = read_trace(request.trace)
+    header = got.header
+    assert (header.model_name, header.arch, header.workload) == ("tiny-moe", "qwen3moe", "mixed")
+    assert (header.engine, header.engine_build) == ("xllamacpp", "11549") == (result.engine, result.engine_build)
+    assert header.prompts == (CODE.digest, CHAT.digest)
+    assert not header.has_weights
+    assert not header.has_times
+    assert [(row.layer, row.n_expert, row.top_k, row.expert_bytes) for row in header.layers] == [
+        (layer, 32, 4, 3 * 128 * 64 // 32 * 34) for layer in range(6)
+    ]
+    assert header.sampling is not None
+    assert header.sampling["temperature"] == 0
+    assert str(tmp_path) not in repr(header)
+    sizes = [len(tokens_of(prompt.text)) for prompt in (CODE, CHAT)]
+    ran = [(p.name, p.prompt_tokens, p.decode_tokens, p.ended) for p in result.prompts]
+    assert ran == [("code", sizes[0], 6, False), ("chat", sizes[1], 6, False)]
+    assert got.notes == ()
+    assert all(len(calls.ids) == sum(sizes) + 12 for calls in got.layers)
+    assert progress
+    assert all(0 <= done <= total for done, total in progress)
+
+
+def test_twice_the_same(tmp_path: Path) -> None:
+    """The same request gives the same bytes."""
+    first, second = (replace(_request(tmp_path), trace=tmp_path / name, n_predict=150) for name in ("1.trace", "2.trace"))
+    record(first)
+    record(second)
+    assert first.trace.read_bytes() == second.trace.read_bytes()
+
+
+def test_sampling_is_seeded(tmp_path: Path) -> None:
+    """A temperature draws other tokens than the greedy ones, the same for the same seed."""
+    hot = replace(_request(tmp_path, n_predict=30), temperature=1.5, seed=7)
+    runs = [replace(hot, trace=tmp_path / f"{i}.trace", seed=seed) for i, seed in enumerate((7, 7, 8))]
+    for run in runs:
+        record(run)
+    one, same, other = (run.trace.read_bytes() for run in runs)
+    assert one == same
+    assert layers_of(runs[0].trace)[5].ids.tolist() != layers_of(runs[2].trace)[5].ids.tolist()
+    assert one != other
+
+
+def test_the_end_of_the_text_ends_a_prompt(tmp_path: Path) -> None:
+    """Generation stops where the model ends its text, unless it may not; then every token asked for is recorded."""
+    with Engine.open().load(EXAMPLE) as model, model.context(ContextOptions(256, n_threads=1)) as context:
+        ending = Prompt("ends", model.chat_prompt([("user", "What is two plus two?")]))
+        context.decode(model.tokenize(ending.text))
+        made = [int(context.logits[-1].argmax())]
+        while not model.is_end(made[-1]) and len(made) < 200:
+            context.decode(made[-1:])
+            made.append(int(context.logits[-1].argmax()))
+        assert 5 < len(made) < 50, "the example answers this one with a short sentence"
+    result = record(_request(tmp_path, prompts=(ending,), n_predict=200))
+    assert (result.decode_tokens, result.prompts[0].ended) == (len(made) - 1, True)
+    on = record(replace(_request(tmp_path, prompts=(ending,), n_predict=200), ignore_end=True, replace=True))
+    assert (on.decode_tokens, on.prompts[0].ended) == (200, False)
+
+
+def test_a_context_that_would_fill_up_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    """The numbers, whose they are, and the number that would fit; no file."""
+    request = _request(tmp_path, n_predict=500)
+    n = len(tokens_of(CODE.text))
+    with pytest.raises(UsageError, match="the context would fill up") as caught:
+        record(request)
+    for fact in (
+        f"has {n} tokens",
+        f"found {n + 500} tokens",
+        "at most 512, the context that the model was trained",
+        f"-n {512 - n}",
+    ):
+        assert fact in str(caught.value)
+    with pytest.raises(UsageError, match=f"at most {n}, the context given. Shorten the prompt"):
+        record(replace(request, n_predict=1, n_ctx=n))
+    assert not request.trace.exists()
+    assert record(replace(request, n_predict=512 - n, ignore_end=True)).decode_tokens == 512 - n
+
+
+def test_what_cannot_be_recorded_is_refused(tmp_path: Path) -> None:
+    """Errors of the worker arrive as what they were there, with their facts."""
+    text = tmp_path / "text.gguf"
+    text.write_text("no model")
+    with pytest.raises(BadInputError, match="GGUF") as caught:
+        record(replace(_request(tmp_path), model=text))
+    assert caught.value.path == str(text)
+    with pytest.raises(UsageError, match="is not an engine"):
+        record(replace(_request(tmp_path), engine="ollama"))
+    with pytest.raises(UsageError, match="temperature"):
+        record(replace(_request(tmp_path), temperature=-1.0))
+    with pytest.raises(FileNotFoundError) as missing:
+        record(replace(_request(tmp_path), trace=tmp_path / "no" / "x.trace"))
+    assert missing.value.filename is not None
+    existing = tmp_path / "x.trace"
+    existing.write_text("mine")
+    with pytest.raises(UsageError, match="exists"):
+        record(replace(_request(tmp_path), trace=existing))
+    assert existing.read_text() == "mine"
+
+
+# --- nothing is lost ------------------------------------------------------------------------------------------------
+
+# Real deaths inside the callback, from the 200th token on: the library's own assertion, and a bad address.
+_DEATHS = {
+    "abort": ("import ctypes; ctypes.CDLL(LIBRARY).ggml_abort(b'ggml.c', 42, b'GGML_ASSERT(i01 < ne01) failed')", "SIGABRT"),
+    "segfault": ("import ctypes; ctypes.string_at(8)", "SIGSEGV"),
+    "kill": ("os.kill(os.getpid(), 9)", "SIGKILL"),
+}
+_DYING_WORKER = """
+import os, sys
+from bel.profiler import record_worker
+from bel.profiler.router import RouterObserver
+from bel.runtime.engine import Engine
+from bel.runtime.sampling import Chooser
+LIBRARY = str(Engine.open().library.path)
+class Dying(RouterObserver):
+    decodes = 0
+    def take(self, n_tokens):
+        Dying.decodes += 1
+        return super().take(n_tokens)
+    def seen(self, tensor):
+        super().seen(tensor)
+        if Dying.decodes == {at}:
+            {death}
+record_worker.RouterObserver = Dying
+record_worker.main()
+"""
+
+
+@pytest.mark.parametrize("death", _DEATHS)
+def test_the_death_of_the_library_leaves_the_trace(death: str, tmp_path: Path) -> None:
+    """The error names the signal, the library's last words and the trace, which has all but the last block."""
+    action, signal_name = _DEATHS[death]
+    request = replace(_request(tmp_path, n_predict=300), ignore_end=True)
+    whole = replace(request, trace=tmp_path / "whole.trace", n_predict=220)
+    record(whole)
+    with pytest.raises(MachineError, match=signal_name) as caught:
+        record(request, worker=(sys.executable, "-c", _DYING_WORKER.format(at=200, death=action)))
+    assert str(request.trace) in str(caught.value)
+    assert caught.value.exit_code == 5
+    if death == "abort":
+        assert "ggml.c:42: GGML_ASSERT(i01 < ne01) failed" in str(caught.value)
+    _assert_beginning(request.trace, whole.trace, at_least=len(tokens_of(CODE.text)) + 199 - FLUSH_TOKENS, is_torn=True)
+
+
+def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
+    """It ends before it has read its request, which is larger than a pipe holds."""
+    request = _request(tmp_path, prompts=(Prompt("long", "x" * 2**20),))
+    with pytest.raises(MachineError, match=r"status 1.*nothing was recorded.*no numpy here"):
+        record(request, worker=(sys.executable, "-c", "raise SystemExit('no numpy here')"))
+
+
+def test_kill_9_of_the_whole_run(tmp_path: Path) -> None:
+    """Both processes die at once, at no chosen place; at most the last block is lost."""
+    request = replace(_request(tmp_path, n_predict=400), ignore_end=True)
+    whole = replace(request, trace=tmp_path / "whole.trace")
+    record(whole)
+    with _running(request) as process:
+        done = _follow(process, at_least=len(tokens_of(CODE.text)) + FLUSH_TOKENS + 20)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    _assert_beginning(request.trace, whole.trace, at_least=done - FLUSH_TOKENS, is_torn=True)
+
+
+def test_the_worker_ends_in_order_when_the_command_is_gone(tmp_path: Path) -> None:
+    """Kill -9 of the command alone: the worker notices, closes the trace, and does not live on."""
+    request = replace(_request(tmp_path, n_predict=440), ignore_end=True)
+    whole = replace(request, trace=tmp_path / "whole.trace")
+    record(whole)
+    with _running(request) as process:
+        done = _follow(process, at_least=len(tokens_of(CODE.text)) + 10)
+        process.kill()
+        process.wait()
+        for _ in range(600):
+            if not read_trace(request.trace).notes:
+                break
+            time.sleep(0.05)
+    _assert_beginning(request.trace, whole.trace, at_least=done, is_torn=False)
+
+
+def test_an_interrupt_closes_the_trace(tmp_path: Path) -> None:
+    """Ctrl-C, which in a terminal reaches both processes: all rows that were recorded are there, and the end mark."""
+    request = replace(_request(tmp_path, n_predict=400), ignore_end=True)
+    whole = replace(request, trace=tmp_path / "whole.trace")
+    record(whole)
+    told: list[int] = []
+
+    def interrupt(done: int, _total: int) -> None:
+        told.append(done)
+        if done > len(tokens_of(CODE.text)) and len(told) == len(set(told)):
+            raise KeyboardInterrupt
+
+    with pytest.raises(InterruptedRun, match=str(request.trace)) as caught:
+        record(request, interrupt)
+    assert caught.value.exit_code == 130
+    _assert_beginning(request.trace, whole.trace, at_least=told[0], is_torn=False)
+
+
+def test_a_bug_of_the_observer_is_no_silent_half_trace(tmp_path: Path) -> None:
+    """An exception inside the callback ends the recording with its own text; the trace ends before that token."""
+    worker = _DYING_WORKER.format(at=200, death="raise ValueError('a bug in the observer')")
+    request = replace(_request(tmp_path, n_predict=300), ignore_end=True)
+    whole = replace(request, trace=tmp_path / "whole.trace", n_predict=220)
+    record(whole)
+    with pytest.raises(RuntimeError, match="a bug in the observer"):
+        record(request, worker=(sys.executable, "-c", worker))
+    _assert_beginning(request.trace, whole.trace, at_least=len(tokens_of(CODE.text)) + 199, is_torn=False)
+
+
+def test_an_error_before_the_first_call_leaves_no_trace(tmp_path: Path) -> None:
+    """A file without a single call would be taken for a recording."""
+    worker = _DYING_WORKER.format(at=0, death="raise ValueError('at once')")
+    request = _request(tmp_path)
+    with pytest.raises(RuntimeError, match="at once"):
+        record(request, worker=(sys.executable, "-c", worker))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_logits_that_are_no_numbers_end_the_recording(tmp_path: Path) -> None:
+    """A damaged model would be recorded as if it had chosen: token 0 for ever."""
+    source = open_model(EXAMPLE)
+    output = next(t for t in source.tensors if t.name in ("output.weight", "token_embd.weight"))
+    data = bytearray(EXAMPLE.read_bytes())
+    row = output.start_bytes + 900 * (output.size_bytes // output.ne[1])
+    data[row : row + 2] = np.float16(np.nan).tobytes()  # the scale of the first block of token 900
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(data)
+    with pytest.raises(BadInputError, match="logits are not finite"):
+        record(replace(_request(tmp_path), model=broken))
+
+
+# --- prompts --------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_of_a_folder_come_sorted(tmp_path: Path) -> None:
+    """Every file below it, by path; texts of the command line first; the text is kept as it is."""
+    for name in ("b.txt", "a/z.txt", "a/y.md", "c"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(f"{name}\r\nä".encode())
+    prompts = read_prompts([tmp_path / "c", tmp_path], ["first"])
+    names = ["c", "a/y.md", "a/z.txt", "b.txt", "c"]
+    assert [p.name for p in prompts] == ["-p number 1", *(str(tmp_path / name) for name in names)]
+    assert [p.text for p in prompts] == ["first", *(f"{name}\r\nä" for name in names)]
+    assert len({p.digest for p in prompts}) == 5
+
+
+def test_bad_prompts_are_refused_by_name(tmp_path: Path) -> None:
+    """Nothing, nothing in it, not text."""
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "latin.txt").write_bytes(b"abc\xe4\n")
+    (tmp_path / "none").mkdir()
+    for name, what in (
+        ("empty.txt", "is empty"),
+        ("latin.txt", r"not UTF-8 text \(at byte 3\)"),
+        ("none", "no files"),
+        ("x", "no such"),
+    ):
+        with pytest.raises(BadInputError, match=f"{name}.*{what}"):
+            read_prompts([tmp_path / name])
+    with pytest.raises(BadInputError, match=r"number 1.*not UTF-8"):
+        read_prompts([], [b"\xff".decode("utf-8", "surrogateescape")])
+    with pytest.raises(UsageError, match="no prompt"):
+        read_prompts([])
+
+
+# --- helpers --------------------------------------------------------------------------------------------------------
+
+_RUN = """
+import sys
+from bel.profiler.record import record
+from bel.profiler.recording import RecordRequest
+record(RecordRequest.from_json(sys.argv[1]), lambda done, total: print(done, flush=True))
+"""
+
+
+def _request(folder: Path, **fields: Any) -> RecordRequest:
+    """One thread: the model is small, and threads that wait for each other on a busy machine take a hundred times as long."""
+    return RecordRequest(EXAMPLE, folder / "x.trace", **{"prompts": (CODE,), "n_predict": 20, "n_threads": 1, **fields})
+
+
+@contextlib.contextmanager
+def _running(request: RecordRequest) -> Iterator[subprocess.Popen[str]]:
+    """A recording in a process group of its own, which says its progress on stdout."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _RUN, request.to_json()], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _follow(process: subprocess.Popen[str], at_least: int) -> int:
+    """Wait until so many tokens are reported; how many were."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if int(line) >= at_least:
+            return int(line)
+    raise AssertionError("the recording ended before it was stopped")
+
+
+def _assert_beginning(part: Path, whole: Path, *, at_least: int, is_torn: bool) -> None:
+    """`part` is what `whole` begins with, in every layer the same number of rows, `at_least` so many and not all."""
+    got, all_calls = read_trace(part), layers_of(whole)
+    assert bool(got.notes) == is_torn
+    lengths = {len(calls.ids) for calls in got.layers}
+    assert len(lengths) == 1
+    assert at_least <= lengths.pop() < len(all_calls[0].ids)
+    for calls in got.layers:
+        n = len(calls.ids)
+        assert np.array_equal(calls.ids, all_calls[calls.info.layer].ids[:n])
+        assert np.array_equal(calls.token, all_calls[calls.info.layer].token[:n])
+
+
+def _f32(source: GgufModel, name: str) -> npt.NDArray[np.float32]:
+    """An F32 tensor of a model, in numpy's order."""
+    tensor = next(t for t in source.tensors if t.name == name)
+    data = source.files[tensor.source].path.read_bytes()[tensor.start_bytes : tensor.start_bytes + tensor.size_bytes]
+    return np.frombuffer(data, np.float32).reshape(tensor.ne[::-1])
