@@ -24,6 +24,7 @@ lint: $(VENV)/.dev  ## ruff and mypy --strict
 
 bench: $(VENV)/.dev  ## measure against cp, cat and others (minutes, 13 GB of disk)
 	python tests/bench/bench_repack.py
+	python tests/bench/bench_record.py
 
 dev: $(VENV)/.dev  ## set up everything for work on the project
 
