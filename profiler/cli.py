@@ -183,7 +183,7 @@ def import_file(file: Path, kind: str, workload: str | None, output: Path, force
 @click.option("--threads", "n_threads", type=click.IntRange(1), help="Threads of llama.cpp.")
 @click.option("--temp", "temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed above temperature 0.")
-@click.option("--ignore-eos", is_flag=True, help="Go on behind the end of the text, so that each prompt gives all of -n tokens.")
+@click.option("--ignore-eos", is_flag=True, help="Go on behind the end of a text: each prompt gives all -n tokens.")
 @click.option("-o", "output", type=_PATH, required=True, help="The profile to write.")
 @click.option("--trace", "trace", type=_PATH, help="The trace to write.  Default: the output's name with .trace.")
 @force_option

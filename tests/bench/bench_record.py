@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from models import BigModel, make_big
+from models import BigModel, big_path, make_big
 
 from bel.formats.gguf_model import open_model
 from bel.formats.trace import DECODE, TraceWriter
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     options = parser.parse_args()
     FOLDER.mkdir(exist_ok=True)
-    path = options.model or FOLDER / "random.gguf"
+    path = options.model or big_path(FOLDER, BigModel())
     if options.model is None:
         make_big(path, BigModel())
     with contextlib.ExitStack() as stack:

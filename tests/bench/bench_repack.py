@@ -16,7 +16,7 @@ from pathlib import Path
 
 from machine import describe
 from measure import BEL_REPACK, Took, make_cold, may_drop_caches, timed, timed_python
-from models import BigModel, make_big, make_header
+from models import BigModel, big_path, make_big, make_header
 from rich.console import Console
 from rich.table import Table
 
@@ -88,7 +88,7 @@ class BigBench:
     back: Path = field(init=False)
 
     def __post_init__(self) -> None:
-        self.source = self.folder / f"random-{self.model.layers}-layers.gguf"
+        self.source = big_path(self.folder, self.model)
         self.bundle, self.copied, self.back = (self.folder / name for name in ("out.bel", "copy.gguf", "restored"))
 
     def run(self) -> list[Row]:

@@ -78,6 +78,11 @@ def _data(rng: np.random.Generator, spec: Spec) -> np.ndarray:
     return blocks.reshape(_stored_shape(spec))
 
 
+def big_path(folder: Path, model: BigModel) -> Path:
+    """Where the benchmarks keep a model, which they share."""
+    return folder / f"random-{model.layers}-layers.gguf"
+
+
 def make_big(path: Path, model: BigModel) -> bool:
     """Write `model` to `path`, unless it is there already, whole and of these settings.  Whether it was written."""
     partial = path.with_name(path.name + ".part")
