@@ -31,14 +31,16 @@ _HINTS = {
     errno.ENOSPC: "No space is left; free some, or use -o on another disk",
     errno.EDQUOT: "The quota is used up; use -o on another disk",
     errno.EFBIG: "The file is larger than the file system or the process limit (ulimit -f) allows",
-    errno.EACCES: "There is no permission; check the owner, or use -o for another place",
-    errno.EPERM: "There is no permission; check the owner, or use -o for another place",
+    errno.EACCES: "This user has no permission for it",
+    errno.EPERM: "This user has no permission for it",
     errno.EROFS: "The file system is read-only; use -o for another place",
     errno.EMFILE: "Too many open files; raise the limit (ulimit -n)",
     errno.ENFILE: "Too many open files on this machine",
+    errno.ENOTDIR: "Something else has the name of a folder; remove it yourself",
+    errno.ELOOP: "Something else has the name of a folder; remove it yourself",
     errno.EIO: "The disk reports a read or write error; check it (dmesg, smartctl)",
     errno.ENOMEM: "Out of memory",
-    errno.ENAMETOOLONG: "The name is too long for this file system; use -o with a shorter one",
+    errno.ENAMETOOLONG: "The name is too long for this file system (a bundle's files are named after the source)",
 }
 
 
@@ -197,7 +199,9 @@ def print_table(title: str, rows: list[tuple[str, str]], *, err: bool = False) -
     width = max((len(key) for key, _ in rows), default=0) + 2
     console.print(Text(printable(title), style="bold"), soft_wrap=True)
     for key, value in rows:
-        console.print(Text.assemble(("  " + key.ljust(width), "bold cyan"), printable_line(value)), soft_wrap=True)
+        console.print(
+            Text.assemble(("  " + printable_line(key).ljust(width), "bold cyan"), printable_line(value)), soft_wrap=True
+        )
 
 
 @dataclass(frozen=True, slots=True)

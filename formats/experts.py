@@ -15,6 +15,7 @@ from bel.formats.gguf_model import GgufModel, SourceTensor
 
 _STACK = re.compile(r"^blk\.(0|[1-9]\d{0,5})\.ffn_(gate|up|down|gate_up)_exps\.weight\Z", re.ASCII)
 _OLD_EXPERT = re.compile(r"^blk\.\d+\.ffn_(?:gate|up|down)\.\d+\.weight\Z", re.ASCII)
+_LIKE_EXPERTS = re.compile(r"(^|[._])exps(\.|$)")
 ROLES = ("gate", "up", "gate_up", "down")
 """The parts of a blob, in the order in which they stand in it."""
 _COMPLETE = ({"up", "down"}, {"gate", "up", "down"}, {"gate_up", "down"})
@@ -83,7 +84,7 @@ def warnings(model: GgufModel, layers: tuple[ExpertLayer, ...]) -> list[str]:
     if declared is not None and real != [declared]:
         said.append(f"{model.arch}.expert_count is {declared}, but the layers hold {', '.join(map(str, real))} experts")
     if any(layer.n_used is None for layer in layers):
-        said.append(f"the header has no {model.arch}.expert_used_count: bytes per token cannot be told")
+        said.append(f"the header has no {model.arch or 'ARCH'}.expert_used_count: bytes per token cannot be told")
     blocks, trunk = model.first.integer(f"{model.arch}.block_count"), _trunk_layers(model)
     if blocks is not None and trunk is not None:
         have = {int(m[1]) for t in model.tensors if (m := re.match(r"^blk\.(\d{1,6})\.", t.name, re.ASCII))}
@@ -93,12 +94,23 @@ def warnings(model: GgufModel, layers: tuple[ExpertLayer, ...]) -> list[str]:
                 f"nextn_predict_layers declares {blocks - trunk} MTP block(s) inside block_count {blocks}, but "
                 f"blk.{', blk.'.join(gone)} has no tensors: a trunk-only file"
             )
+    stacks = {part.tensor for layer in layers for part in layer.parts}
     for index in (i for i, t in enumerate(model.tensors) if t.size_is_guessed):
         tensor = model.tensors[index]
         said.append(
             f"tensor {tensor.name} has {type_name(tensor.type_id)}, which is not in the type table: its size is taken from the "
             "next offset, and only a llama.cpp that knows the type loads it"
+            + (
+                "; where padding follows the data the experts are cut wrongly (restore is right all the same)"
+                if index in stacks
+                else ""
+            )
         )
+    for index, tensor in enumerate(model.tensors):
+        if index not in stacks and len(tensor.ne) > 2 and _LIKE_EXPERTS.search(tensor.name):
+            said.append(
+                f"tensor {tensor.name} is named like a stack of experts but is none that llama.cpp routes: it stays dense"
+            )
     return said
 
 

@@ -249,6 +249,12 @@ def _check_places(manifest: Manifest) -> None:
     parts = sum(layer.n_expert * len(layer.parts) for layer in manifest.layers)
     if parts > MAX_PARTS or manifest.index.size_bytes != INDEX_HEADER.size + parts * DIGEST_BYTES:
         raise ValueError(f"the digest table's size does not fit the layers' {parts} parts")
+    for layer in manifest.layers:
+        for part in layer.parts:
+            if manifest.tensors[part.tensor].name != f"blk.{layer.layer}.ffn_{part.role}_exps.weight":
+                raise ValueError(f"layer {layer.layer} has a part {part.role} that is another tensor")
+    if any(source.sha256 is None and not source.hole_bytes for source in manifest.sources):
+        raise ValueError("a source without holes has no sha256")
     _check_own_files(manifest)
     spans: list[list[tuple[int, int]]] = [list(source.kept) for source in manifest.sources]
     for tensor in manifest.tensors:

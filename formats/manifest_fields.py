@@ -110,6 +110,8 @@ def _check_layer(layout: LayerLayout, tensor_bytes: list[int], file_bytes: list[
         raise ValueError(f"{where} is not aligned to {PAGE_BYTES} bytes")
     if layout.offset_bytes + layout.size_bytes > file_bytes[layout.shard]:
         raise ValueError(f"{where} ends behind its experts file")
+    if layout.n_used is not None and not 1 <= layout.n_used <= layout.n_expert:
+        raise ValueError(f"{where} uses {layout.n_used} of {layout.n_expert} experts")
     at = 0
     for part in layout.parts:
         if part.role not in ROLES or part.offset_bytes < at or part.offset_bytes % PART_ALIGNMENT:

@@ -56,7 +56,8 @@ def check_file(path: Path) -> None:
     except (FileNotFoundError, NotADirectoryError):
         raise BadInputError("no such file", path=str(path)) from None
     if stat.S_ISDIR(mode):
-        raise BadInputError("this is a directory; name the .gguf file itself", path=str(path))
+        what = "this is a bundle already, and a directory" if (path / "manifest.json").exists() else "this is a directory"
+        raise BadInputError(f"{what}; name the .gguf file itself", path=str(path))
     if not stat.S_ISREG(mode):
         raise BadInputError("this is not a regular file", path=str(path))
 

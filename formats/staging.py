@@ -141,7 +141,11 @@ class StagingFolder:
 
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+        with named_errors(path):
+            for folder, _, _ in os.walk(path):
+                if not os.access(folder, os.W_OK | os.X_OK):  # a write-protected bundle that --force replaced
+                    os.chmod(folder, 0o700)
+            shutil.rmtree(path)
     else:
         os.unlink(path)
 

@@ -18,6 +18,7 @@ from bel.formats.staging import replace_file, staged_file
 from bel.formats.units import format_bytes
 from bel.profiler.output import check_output
 from bel.profiler.report_cli import report_command
+from bel.profiler.simulate_cli import simulate_command
 
 if TYPE_CHECKING:
     from bel.profiler.recording import RecordResult
@@ -55,6 +56,7 @@ def main_group() -> None:
       bel-profile --merge code.json chat.json          writes merged.json
       bel-profile summarize code.trace -o code.json
       bel-profile report code.trace chat.trace --html report.html
+      bel-profile simulate code.trace --policy lru,belady --fraction 0.25,0.5
     """
 
 
@@ -323,6 +325,7 @@ def _report(title: str, output: Path, profile: Profile, *, as_json: bool, extra:
 
 
 main_group.add_command(report_command)
+main_group.add_command(simulate_command)
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import click
 
 from bel.formats.bundle import check_sizes, is_bundle, open_bundle
 from bel.formats.console import SETTINGS, Progress, all_or_nothing, json_option, print_json, print_table, run_command, say
-from bel.formats.errors import DamagedBundleError
+from bel.formats.errors import DamagedBundleError, UsageError
 from bel.formats.experts import find_experts, warnings
 from bel.formats.gguf_model import GgufModel, open_model
 from bel.formats.process import peak_rss_bytes
@@ -20,6 +20,7 @@ from bel.repack.layout import plan_layout
 from bel.repack.report import conversion_rows, model_rows
 
 NAME = "bel-repack"
+SHOWN_PROBLEMS = 20  # a person reads no more; --json has 200
 DEFAULT_SHARD_SIZE = "45GB"  # below the 50 GB that Hugging Face takes for one file
 
 
@@ -36,7 +37,7 @@ def _size(_ctx: click.Context, _parameter: click.Parameter, value: str) -> int:
     return parse_bytes(value)
 
 
-_PATH = click.Path(path_type=Path)
+_PATH = click.Path(path_type=Path, readable=False)  # an unreadable file is an error of ours, not one of usage
 
 
 @click.group(cls=_ConvertByDefault, context_settings=SETTINGS, subcommand_metavar="MODEL.gguf [OPTIONS] | COMMAND ...")
@@ -87,9 +88,10 @@ def convert(
       bel-repack -- -odd-name.gguf
     """
     from bel.repack.convert import convert as run
+    from bel.repack.convert import space_needed
     from bel.repack.inspect import describe_layout, describe_manifest
     from bel.repack.stream import sparse_bytes
-    from bel.repack.target import check_target
+    from bel.repack.target import check_space, check_target
 
     source = open_model(model)
     name = model_base_name(model)
@@ -97,9 +99,9 @@ def convert(
     target = _target(named)
     layout = plan_layout(source, name, ple=ple, shard_bytes=shard_size)
     _say_warnings(source)
-    if not dry_run:
-        check_target(target, [h.path for h in source.files], force=force, named=named)
+    check_target(target, [h.path for h in source.files], force=force, named=named)
     if dry_run:
+        check_space(target.parent, space_needed(source, layout))
         answer = {"bundle": str(target), "dry_run": True, **describe_layout(source, layout)}
         if as_json:
             print_json(answer)
@@ -146,6 +148,8 @@ def inspect(path: Path, digest: bool, as_json: bool) -> None:
     from bel.repack.inspect import describe_layout, describe_manifest, digest_model
 
     if is_bundle(path):
+        if digest:
+            raise UsageError("--digest is for a GGUF", path=str(path), hint="bel-repack verify reads every byte of a bundle")
         bundle = open_bundle(path)
         check_sizes(bundle)
         answer = {"format": "bundle", **describe_manifest(bundle.manifest)}
@@ -185,6 +189,9 @@ def verify(bundle: Path, source: Path | None, quick: bool, as_json: bool) -> int
     from bel.repack.compare import compare_source
     from bel.repack.verify import Report, verify_bundle
 
+    if quick and source is not None:
+        say(NAME, "--source compares every byte, so every byte is read; --quick has no effect beside it")
+        quick = False
     model = open_model(source) if source is not None else None
     progress = Progress(NAME)
     try:
@@ -206,11 +213,13 @@ def verify(bundle: Path, source: Path | None, quick: bool, as_json: bool) -> int
                 "problems": report.problems,
             }
         )
-    for problem in report.problems:
+    for problem in report.problems[:SHOWN_PROBLEMS]:
         say(NAME, problem)
+    if len(report.problems) > SHOWN_PROBLEMS:
+        say(NAME, f"and {report.count - SHOWN_PROBLEMS} more")
     if report.problems:
         what = f"{source} is not the source of {bundle}" if sound else f"{bundle} is damaged"
-        say(NAME, f"error: {what}: {len(report.problems)} problem(s)")
+        say(NAME, f"error: {what}: {report.count} problem(s)")
         return DamagedBundleError.exit_code
     if not as_json:
         how = "sizes, headers and a sample" if quick else "every byte"
@@ -233,7 +242,7 @@ def verify(bundle: Path, source: Path | None, quick: bool, as_json: bool) -> int
     type=_PATH,
     default=Path("."),
     show_default="the current folder",
-    help="The folder for the restored files, made if need be.",
+    help="The folder for the restored files; made if its parent exists.",
 )
 @click.option("--force", is_flag=True, help="Replace existing files of the same names.")
 @json_option

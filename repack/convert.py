@@ -17,6 +17,7 @@ from bel.formats.experts_file import LayerLayout, pack_index
 from bel.formats.gguf_header import GgufHeader
 from bel.formats.gguf_model import GgufModel
 from bel.formats.manifest import DENSE, EXPERTS, MANIFEST_NAME, FileRow, Manifest, SourceRow, TensorRow, encode
+from bel.formats.signals import signals_held
 from bel.formats.staging import StagingFolder
 from bel.repack.digests import GapCollector, SliceDigests
 from bel.repack.kept import KeptWriter
@@ -77,7 +78,7 @@ def convert(model: GgufModel, layout: Layout, target: Path, *, force: bool, chec
     """
     began = time.monotonic()
     holes = [sparse_bytes(header.path, header.file_bytes) for header in model.files]
-    check_space(target.parent, _space_needed(model, layout))
+    check_space(target.parent, space_needed(model, layout))
     with StagingFolder(staging_path(target)) as staging:
         sink = Sink(staging.path)
         try:
@@ -92,11 +93,12 @@ def convert(model: GgufModel, layout: Layout, target: Path, *, force: bool, chec
         seconds = time.monotonic() - began
         verify_seconds = _verify(staging.path, progress) if check else None
         check_target(target, [header.path for header in model.files], force=force)  # hours may have passed since the first look
-        staging.publish(target, replace=force)
-    return Converted(manifest, target, seconds, verify_seconds, run.bytes_read, sink.bytes_written)
+        with signals_held(then_raise=False):  # once it has its name the bundle is there, and no signal may say otherwise
+            staging.publish(target, replace=force)
+            return Converted(manifest, target, seconds, verify_seconds, run.bytes_read, sink.bytes_written)
 
 
-def _space_needed(model: GgufModel, layout: Layout) -> int:
+def space_needed(model: GgufModel, layout: Layout) -> int:
     """Bytes that the bundle will take: its files, less the holes of tensors, which stay holes."""
     total = layout.size_bytes + sum(header.data_start_bytes for header in model.files)
     for number, header in enumerate(model.files):

@@ -36,6 +36,8 @@ def model_rows(answer: dict[str, Any]) -> Rows:
     rows.append(
         ("experts", f"{format_bytes(answer['experts_bytes'])}, of which padding {format_bytes(answer['padding_bytes'])}")
     )
+    if any(s["sha256"] for s in model["sources"]):
+        rows += [(f"sha256 {s['name']}", s["sha256"] or "not taken: mostly holes") for s in model["sources"]]
     if answer["content_digest"]:
         rows.append(("content digest", answer["content_digest"]))
     return rows

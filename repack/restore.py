@@ -63,8 +63,9 @@ def restore(bundle: Bundle, folder: Path, *, force: bool, progress: Callable[[st
             finally:
                 sink.close()
             _check_free(bundle, folder, names, force=force)
-            publish_files(staging, folder, names)
-    return done
+            with signals_held(then_raise=False):  # once the files have their names no signal may say otherwise
+                publish_files(staging, folder, names)
+                return done
 
 
 @contextlib.contextmanager

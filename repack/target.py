@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from bel.formats.atomic import read_head
 from bel.formats.errors import MachineError, UsageError
-from bel.formats.manifest import FORMAT, MANIFEST_NAME
+from bel.formats.manifest import MANIFEST_NAME
 from bel.formats.units import format_bytes
 
 SPARE_BYTES = 2**20  # folders, the manifest, and what the file system needs for itself
@@ -38,24 +38,35 @@ def check_target(target: Path, inputs: Iterable[Path], *, force: bool, named: Pa
         return
     if not force:
         raise UsageError("the output exists already", path=shown, hint="Use --force to replace it, or -o for another place")
-    if target.is_dir() and not target.is_symlink() and not _replaceable(target):
+    if target.is_symlink():
+        return
+    strange = _strangers(target) if target.is_dir() else [target.name]
+    if strange:
         raise UsageError(
-            "the output exists and is a folder that is not a bundle; it is not replaced even with --force",
+            f"what exists there is not a bundle, or holds more than one: {', '.join(strange[:5])}; "
+            "it is not replaced even with --force",
             path=shown,
-            hint="Remove it yourself, or give another -o",
+            hint="Move or remove it yourself, or give another -o",
         )
 
 
-def _replaceable(folder: Path) -> bool:
-    """Whether a folder is empty, or a bundle going by its manifest, or a damaged one going by its files."""
+_BUNDLE_NAMES = re.compile(
+    r"(manifest\.json|.*-dense\.gguf|.*-ple\.gguf|.*-experts(-\d{5}-of-\d{5})?\.bin|.*-experts\.idx"
+    r"|profile\.json|plan\.json|README\.md|SHA256SUMS)",
+    re.DOTALL,
+)
+
+
+def _strangers(folder: Path) -> list[str]:
+    """What a folder holds that is no part of a bundle; a folder without any part of one is all strange."""
     names = os.listdir(folder)
-    if not names:
-        return True
-    if MANIFEST_NAME in names and (folder / MANIFEST_NAME).is_file():
-        head = read_head(folder / MANIFEST_NAME, 256)
-        if b'"format"' in head and FORMAT.encode() in head:
-            return True
-    return all(any(n.endswith(kind) for n in names) for kind in ("-dense.gguf", "-experts.idx"))
+    strange = [n for n in names if not _BUNDLE_NAMES.fullmatch(n) and n != "source"]
+    if (folder / "source").is_dir():
+        strange += [f"source/{n}" for n in os.listdir(folder / "source") if not n.endswith(".hdr.zst")]
+    elif "source" in names:
+        strange.append("source")
+    is_bundle = MANIFEST_NAME in names or any(n.endswith("-experts.idx") for n in names)
+    return sorted(strange) if is_bundle else sorted(names)
 
 
 def check_space(folder: Path, need_bytes: int) -> None:

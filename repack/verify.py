@@ -43,6 +43,11 @@ class Report:
     bytes_checked: int = 0
     dropped: int = 0
 
+    @property
+    def count(self) -> int:
+        """Problems found, those that are not listed included."""
+        return len(self.problems) - (1 if self.dropped else 0) + self.dropped
+
     def problem(self, text: str) -> None:
         """Add a problem."""
         if len(self.problems) < MAX_PROBLEMS:
