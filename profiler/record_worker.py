@@ -30,11 +30,14 @@ from bel.formats.gguf_model import GgufModel, open_model
 from bel.formats.trace import DECODE, PROMPT, TraceWriter
 from bel.formats.trace_header import TraceHeader, TraceLayer
 from bel.profiler.recording import PromptResult, RecordRequest, RecordResult, error_to_json
-from bel.profiler.router import RouterObserver
+from bel.profiler.router import Call, RouterObserver
 from bel.runtime.context import Context, ContextOptions
 from bel.runtime.engine import Engine, Model
 from bel.runtime.sampling import Chooser
 
+APPEND_UBATCHES = 16
+"""What was taken is given to the trace for so many ubatches at once: right behind a decode, which has pushed everything out of
+the processor's caches, the same lines take ten times as long."""
 FLUSH_TOKENS = 128
 """A block is written at least this often while decoding, counted in tokens and not in seconds: a trace is a function of its
 inputs.  128 tokens cost a second or more on a model worth recording, a block some milliseconds."""
@@ -81,6 +84,7 @@ class Recorder:
 
     def __init__(self, context: Context, observer: RouterObserver, trace: TraceWriter) -> None:
         self._context, self._observer, self._trace = context, observer, trace
+        self._taken: list[tuple[int, int, int, int, list[Call]]] = []
         self.n_ubatches = 0
         self.prompt_seconds = self.decode_seconds = 0.0
 
@@ -91,7 +95,7 @@ class Recorder:
         for start in range(0, len(tokens), step):
             self.prompt_seconds += self._step(tokens[start : start + step], PROMPT)
             yield len(tokens[start : start + step])
-        self._trace.flush()
+        self.flush()
 
     def decode(self, token: int) -> None:
         """Record one generated token."""
@@ -101,18 +105,31 @@ class Recorder:
         start, began = self._context.n_past, time.perf_counter()
         # Without logits on every token the last layer would route the last token only.
         self._context.decode(tokens, all_logits=True)
-        for call in self._observer.take(len(tokens)):
-            self._trace.append(
-                phase=phase,
-                ubatch=self.n_ubatches,
-                layer=call.layer,
-                tokens=np.arange(start, start + len(tokens)),
-                ids=call.ids,
-                weights=call.weights,
-                time_ns=call.time_ns,
-            )
+        self._taken.append((phase, self.n_ubatches, start, len(tokens), self._observer.take(len(tokens))))
         self.n_ubatches += 1
+        if len(self._taken) >= APPEND_UBATCHES:
+            self.append()
         return time.perf_counter() - began
+
+    def append(self) -> None:
+        """Give the trace what was taken."""
+        taken, self._taken = self._taken, []
+        for phase, ubatch, start, count, calls in taken:
+            for call in calls:
+                self._trace.append(
+                    phase=phase,
+                    ubatch=ubatch,
+                    layer=call.layer,
+                    tokens=np.arange(start, start + count),
+                    ids=call.ids,
+                    weights=call.weights,
+                    time_ns=call.time_ns,
+                )
+
+    def flush(self) -> None:
+        """Make all that was recorded so far durable."""
+        self.append()
+        self._trace.flush()
 
 
 def record(request: RecordRequest, events: Events) -> RecordResult:
@@ -134,8 +151,9 @@ def record(request: RecordRequest, events: Events) -> RecordResult:
         ):
             recorder = Recorder(context, observer, trace)
             try:
-                results = tuple(_run(request, model, context, recorder, trace, prompts, events))
+                results = tuple(_run(request, model, context, recorder, prompts, events))
             except BaseException:
+                recorder.append()
                 if not recorder.n_ubatches:  # a file without a single call would be taken for a recording
                     request.trace.unlink()
                 raise
@@ -147,7 +165,6 @@ def _run(
     model: Model,
     context: Context,
     recorder: Recorder,
-    trace: TraceWriter,
     prompts: list[npt.NDArray[np.int32]],
     events: Events,
 ) -> Iterator[PromptResult]:
@@ -166,8 +183,8 @@ def _run(
             made, done = made + 1, done + 1
             events.progress(done, total)
             if made % FLUSH_TOKENS == 0:
-                trace.flush()
-        trace.flush()
+                recorder.flush()
+        recorder.flush()
         done += request.n_predict - made
         yield PromptResult(prompt.name, len(tokens), made, made < request.n_predict)
 

@@ -108,6 +108,7 @@ def record_here(
             assert sum(recorder.prompt(tokens)) == len(tokens)
             for _ in range(n_decode):
                 recorder.decode(chooser.pick(context.logits[-1]))
+            recorder.flush()
     return witness, source
 
 

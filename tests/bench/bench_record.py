@@ -4,7 +4,7 @@
 
 Without a model it uses the 4.2 GB random one in bench-out/, which is made where it is missing; on that one the bar holds.
 Every side decodes the same tokens one by one behind the same prompt, with logits for each; the plain side without a
-callback, as any program would run it.  A token's times on all sides lie next to each other and their order turns, so that
+callback, as any program would run it.  A token's times on all sides lie next to each other and their order is drawn, so that
 what else the machine does meets all alike.  The weights are in the page cache: the first tokens warm up and do not count.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import random
 import statistics
 import time
 from collections.abc import Iterator
@@ -23,9 +24,9 @@ import numpy as np
 from models import BigModel, big_path, make_big
 
 from bel.formats.gguf_model import open_model
-from bel.formats.trace import DECODE, TraceWriter
+from bel.formats.trace import TraceWriter
 from bel.formats.trace_header import TraceHeader
-from bel.profiler.record_worker import FLUSH_TOKENS, trace_layers
+from bel.profiler.record_worker import FLUSH_TOKENS, Recorder, trace_layers
 from bel.profiler.router import RouterObserver
 from bel.runtime.context import Context, ContextOptions
 from bel.runtime.engine import Engine, Model
@@ -38,28 +39,20 @@ SIDES: dict[str, dict[str, bool]] = {"plain": {}, "ids": {}, "ids, weights, time
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A context, and what records it; the plain side has neither observer nor trace."""
+    """A context, and what records it; None on the plain side."""
 
     context: Context
-    observer: RouterObserver | None
-    trace: TraceWriter
+    recorder: Recorder | None
 
     def decode(self, number: int, token: int) -> float:
         """Seconds for one token, all that recording does for it included."""
-        began, position = time.perf_counter(), self.context.n_past
-        self.context.decode([token], all_logits=True)
-        for call in self.observer.take(1) if self.observer else ():
-            self.trace.append(
-                phase=DECODE,
-                ubatch=number,
-                layer=call.layer,
-                tokens=np.array([position]),
-                ids=call.ids,
-                weights=call.weights,
-                time_ns=call.time_ns,
-            )
-        if number % FLUSH_TOKENS == 0:
-            self.trace.flush()
+        began = time.perf_counter()
+        if self.recorder is None:
+            self.context.decode([token], all_logits=True)
+        else:
+            self.recorder.decode(token)
+            if (number + 1) % FLUSH_TOKENS == 0:
+                self.recorder.flush()
         return time.perf_counter() - began
 
 
@@ -88,9 +81,12 @@ def _sides(stack: contextlib.ExitStack, model: Model, path: Path, n_tokens: int)
     for number, (name, columns) in enumerate(SIDES.items()):
         observer = RouterObserver(arch, layers, **columns) if number else None
         header = TraceHeader("bench", arch, "", layers, "", has_weights=bool(columns), has_times=bool(columns))
-        trace = stack.enter_context(TraceWriter(FOLDER / f"record-{number}.trace", header, replace=True))
         context = stack.enter_context(model.context(ContextOptions(WARM_UP_TOKENS + n_tokens, 64, 64), observer))
-        yield name, Side(context, observer, trace)
+        if observer is None:
+            yield name, Side(context, None)
+            continue
+        trace = stack.enter_context(TraceWriter(FOLDER / f"record-{number}.trace", header, replace=True))
+        yield name, Side(context, Recorder(context, observer, trace))
 
 
 def measure(sides: dict[str, Side], model: Model, n_tokens: int) -> dict[str, list[float]]:
@@ -98,9 +94,10 @@ def measure(sides: dict[str, Side], model: Model, n_tokens: int) -> dict[str, li
     tokens = np.random.default_rng(0).integers(0, min(model.n_vocab, 256), WARM_UP_TOKENS + n_tokens)
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     names = list(sides)
+    order = random.Random(0)
     for number, token in enumerate(tokens):
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
+        order.shuffle(names)  # in a fixed cycle each side would always follow the same other one, and inherit its cache
+        for name in names:
             spent = sides[name].decode(number, int(token))
             if number >= WARM_UP_TOKENS:
                 seconds[name].append(spent)
