@@ -266,6 +266,10 @@ def test_a_signal_after_any_call_leaves_nothing_behind(tmp_path: Path, source: P
         source, "-o", tmp_path / "out.bel", act=faults.sends(number), after=True, step=1 if number == INT else 7
     ):
         assert "Traceback" not in outcome.stderr, outcome.stderr
+        if outcome.status == 0:  # too late: all was done
+            assert run_cli("verify", tmp_path / "out.bel", "--source", source).status == 0
+            shutil.rmtree(tmp_path / "out.bel")
+            continue
         assert outcome.status == 130, outcome
         if tree(tmp_path, times=True) != before:
             wrong.append((outcome, sorted(p.name for p in tmp_path.iterdir())))
