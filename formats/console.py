@@ -255,10 +255,21 @@ class Progress:
                 return
             from tqdm import tqdm
 
-            scale = self._unit is BYTES
+            # A terminal may not know its own size; tqdm then shows nothing at all.
+            known = os.get_terminal_size(sys.stderr.fileno()).columns > 0
+            columns, rows = (None, None) if known else (80, 24)
+            unit, scale = self._unit.short, self._unit is BYTES
             self._bar = tqdm(
-                total=total, desc=self._phase, unit=self._unit.short, unit_scale=scale, file=sys.stderr, leave=False
+                total=total,
+                desc=self._phase,
+                unit=unit,
+                unit_scale=scale,
+                file=sys.stderr,
+                leave=False,
+                ncols=columns,
+                nrows=rows,
             )
+            self._bar.start_t -= now - self._began  # the rate counts from the start of the phase, not of the bar
         self._bar.total = total
         self._bar.update(done - self._bar.n)
 

@@ -641,7 +641,7 @@ def test_progress_of_nothing_does_not_divide_by_zero(capsys: pytest.CaptureFixtu
     assert "nan" not in capsys.readouterr().err
 
 
-def on_a_terminal(script: str, *args: str | Path, columns: int = 100) -> str:
+def on_a_terminal(script: str, *args: str | Path, columns: int = 100, rows: int = 24) -> str:
     """What a Python script writes to a terminal."""
     import fcntl
     import struct
@@ -649,7 +649,7 @@ def on_a_terminal(script: str, *args: str | Path, columns: int = 100) -> str:
     import termios
 
     main, side = pty.openpty()
-    fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     process = subprocess.Popen([sys.executable, "-c", script, *map(str, args)], stdin=side, stdout=side, stderr=side)
     os.close(side)
     shown = b""
@@ -680,12 +680,13 @@ main()
 """
 
 
-def test_a_bar_on_a_terminal(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("columns", "rows"), [(100, 24), (0, 0)], ids=["a size", "a terminal that does not know its size"])
+def test_a_bar_on_a_terminal(tmp_path: Path, columns: int, rows: int) -> None:
     experts = 96
     tensors = synth.expert_stacks(0, experts, width=512, ff=512)
     path = synth.Gguf(synth.moe_entries(layers=1, experts=experts), tensors).write(tmp_path / "m.gguf")
     assert path.stat().st_size > 3 * 4 * 2**20, "several chunks, so that there is something to show"
-    shown = on_a_terminal(SLOW, path)
+    shown = on_a_terminal(SLOW, path, columns=columns, rows=rows)
     bars = [part for part in re.split(r"[\r\n]", shown) if re.search(r"\d+%\|", part)]
     assert bars, shown
     for phase in ("repack", "verify"):
