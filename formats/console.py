@@ -14,12 +14,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import click
 
 from bel.formats.errors import BelError, InterruptedRun, MachineError, printable, printable_line
 from bel.formats.units import MIB
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 F = TypeVar("F", bound=Callable[..., Any])
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -184,24 +187,27 @@ def print_json(answer: dict[str, Any]) -> None:
     click.echo(json.dumps(answer, allow_nan=False))
 
 
-def print_table(title: str, rows: list[tuple[str, str]], *, err: bool = False) -> None:
-    """A title and two columns.  Values are never wrapped or cut: paths and digests are there to be copied."""
+def rich_console(*, err: bool = False, width: int | None = None) -> Console:
+    """A console of rich's that leaves a broken pipe to `run_command`: rich would exit, with a misleading status."""
     from rich.console import Console
-    from rich.text import Text
 
     class Lines(Console):
         def on_broken_pipe(self) -> None:
-            raise BrokenPipeError(
-                errno.EPIPE, os.strerror(errno.EPIPE)
-            )  # rich would exit, with a status that says something else
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
-    console = Lines(stderr=err, highlight=False)
+    return Lines(stderr=err, highlight=False, width=width)
+
+
+def print_table(title: str, rows: list[tuple[str, str]], *, err: bool = False) -> None:
+    """A title and two columns.  Values are never wrapped or cut: paths and digests are there to be copied."""
+    from rich.text import Text
+
+    console = rich_console(err=err)
     width = max((len(key) for key, _ in rows), default=0) + 2
     console.print(Text(printable(title), style="bold"), soft_wrap=True)
     for key, value in rows:
-        console.print(
-            Text.assemble(("  " + printable_line(key).ljust(width), "bold cyan"), printable_line(value)), soft_wrap=True
-        )
+        shown = "  " + printable_line(key).ljust(width)
+        console.print(Text.assemble((shown, "bold cyan"), printable_line(value)), soft_wrap=True)
 
 
 @dataclass(frozen=True, slots=True)

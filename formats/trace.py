@@ -6,6 +6,9 @@ the same bytes: nothing of the clock, the machine or the folder goes into the fi
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +19,7 @@ import numpy.typing as npt
 import zstandard
 
 from bel.formats.atomic import fsync_folder, named_errors, write_all
-from bel.formats.errors import BadInputError, UsageError
+from bel.formats.errors import BadInputError, MachineError, UsageError
 from bel.formats.trace_header import TraceHeader, TraceLayer, encode_header
 from bel.formats.trace_layout import (
     BLOCK_MARK,
@@ -205,11 +208,32 @@ def byte_planes(values: npt.NDArray[np.uint16] | npt.NDArray[np.float16]) -> byt
 
 def _create(path: Path, *, replace: bool) -> int:
     if replace:
+        _refuse_busy(path)
         path.unlink(missing_ok=True)
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     except FileExistsError:
         raise UsageError("the trace exists already", path=str(path), hint="Use --force to replace it") from None
+    with contextlib.suppress(OSError):  # a file system without locks: then only the check for an existing file protects
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return fd
+
+
+def _refuse_busy(path: Path) -> None:
+    """Raise MachineError where another process is writing the trace: replacing it would lose that recording unseen."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise MachineError("another recording is writing this trace at this moment", path=str(path)) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
+            raise
+    finally:
+        os.close(fd)
 
 
 def _check_call(row: TraceLayer, phase: int, ubatch: int, tokens: npt.NDArray[np.int64], ids: npt.NDArray[np.uint16]) -> None:

@@ -16,7 +16,7 @@ from bel.formats.profile import TOKENS, WEIGHTINGS, Profile, frequency_by_layer
 from bel.formats.profile_json import check_workload_name, encode_profile
 from bel.formats.staging import replace_file, staged_file
 from bel.formats.units import format_bytes
-from bel.profiler.output import check_output
+from bel.profiler.output import check_inputs, check_output
 from bel.profiler.report_cli import report_command
 from bel.profiler.simulate_cli import simulate_command
 
@@ -75,6 +75,7 @@ def summarize(traces: tuple[Path, ...], output: Path, force: bool, as_json: bool
     """
     from bel.profiler.summarize import summarize as run
 
+    check_inputs(traces)
     check_output(output, traces, force=force)
     summary = run(list(traces))
     _say_all(summary.notes)
@@ -97,6 +98,8 @@ def summarize(traces: tuple[Path, ...], output: Path, force: bool, as_json: bool
 def merge(profiles: tuple[Path, ...], output: Path, weight: str, force: bool, as_json: bool) -> None:
     """Merge profiles of one model.  Workloads stay apart, each with its weight; merged profiles merge again.
 
+    An output that is a profile already is replaced: it can be made again.  Anything else needs --force.
+
     \b
     Examples:
       bel-profile --merge code.json chat.json
@@ -104,6 +107,7 @@ def merge(profiles: tuple[Path, ...], output: Path, weight: str, force: bool, as
     """
     from bel.profiler.merge import merge as run
 
+    check_inputs(profiles)
     if len(profiles) < 2:
         raise UsageError("a merge needs two profiles or more", found=str(profiles[0]))
     check_output(output, profiles, force=force)
@@ -139,6 +143,7 @@ def import_file(file: Path, kind: str, workload: str | None, output: Path, force
       bel-profile import counts.json --from counts-json --workload code -o code.json
     """
     label = _workload(workload, output)
+    check_inputs([file])
     check_output(output, [file], force=force, may_replace_profile=kind == "counts-json")
     if kind == "counts-json":
         from bel.profiler.importers_counts import read_counts_json
@@ -184,7 +189,7 @@ def import_file(file: Path, kind: str, workload: str | None, output: Path, force
 @click.option("--ubatch", "n_ubatch", type=click.IntRange(1), default=512, show_default=True, help="Prompt tokens at once.")
 @click.option("--threads", "n_threads", type=click.IntRange(1), help="Threads of llama.cpp.")
 @click.option("--temp", "temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed above temperature 0.")
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Seed above temperature 0.")
 @click.option("--ignore-eos", is_flag=True, help="Go on behind the end of a text: each prompt gives all -n tokens.")
 @click.option("-o", "output", type=_PATH, required=True, help="The profile to write.")
 @click.option("--trace", "trace", type=_PATH, help="The trace to write.  Default: the output's name with .trace.")

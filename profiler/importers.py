@@ -57,6 +57,9 @@ class LayerRows:
         self.phase, self.ids, self.weights = array("B"), array("H"), array("f")
 
 
+MAX_LAYER = 65535  # far above any model; a damaged number is far above this
+
+
 @dataclass(slots=True)
 class Imported:
     """The rows of a file by layer, with its origin and notes.  Rows of one (ubatch, layer) are one call.
@@ -96,6 +99,8 @@ class Imported:
 
     def _open_layer(self, where: str, layer: int, ids: list[int]) -> LayerRows:
         declared = self.origin.layers
+        if layer > MAX_LAYER:
+            raise self.bad(where, f"layer {layer} cannot be", layer, f"at most {MAX_LAYER}")
         if layer < 0 or (declared is not None and layer not in declared):
             raise self.bad(where, f"layer {layer} is not one of the MoE layers that the header lists", layer, declared)
         if not ids:

@@ -1,4 +1,4 @@
-"""Where a command of bel-profile may write."""
+"""What a command of bel-profile may read and where it may write."""
 
 from __future__ import annotations
 
@@ -6,10 +6,23 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from bel.formats.errors import UsageError
+from bel.formats.errors import BadInputError, UsageError
 from bel.formats.profile_json import FORMAT
 
 _HEAD_BYTES = 256
+
+
+def check_inputs(paths: Iterable[Path]) -> None:
+    """Raises BadInputError for a file that is not there, UsageError for one that is named twice: it would count twice."""
+    seen: dict[tuple[int, int], Path] = {}
+    for path in paths:
+        try:
+            state = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            raise BadInputError("no such file", path=str(path)) from None
+        first = seen.setdefault((state.st_dev, state.st_ino), path)
+        if first is not path:
+            raise UsageError(f"the file is named twice, also as {first}: it would count twice", path=str(path))
 
 
 def check_output(path: Path, inputs: Iterable[Path], *, force: bool, may_replace_profile: bool = True) -> None:

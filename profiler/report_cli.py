@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bel.formats.console import SETTINGS, json_option, print_json, say
-from bel.formats.errors import MachineError
+from bel.formats.console import SETTINGS, json_option, print_json, rich_console, say
+from bel.formats.errors import MachineError, UsageError
 from bel.formats.staging import replace_file
-from bel.profiler.output import check_output
+from bel.profiler.output import check_inputs, check_output
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,12 +53,16 @@ def report_command(
     from bel.profiler.measure import View, measure
     from bel.profiler.report import make_report, report_json
 
+    check_inputs(inputs)
     if page is not None:
         check_output(page, inputs, force=force, may_replace_profile=False)
         _need_plot()
     measured = measure(inputs, View(phase, one_by_one))
     for note in measured.notes:
         say(NAME, note)
+    untraced = [w.name for w in measured.workloads if not w.is_traced]
+    if one_by_one and untraced:
+        raise UsageError(f"--one-by-one serves a trace anew, and {', '.join(untraced)} comes from a profile: {inputs[0]}")
     report = make_report(measured)
     if page is not None:
         from bel.profiler.report_page import make_page
@@ -79,16 +83,15 @@ def _need_plot() -> None:
 
 
 def _print_report(report: Report) -> None:
-    from rich.console import Console
     from rich.padding import Padding
     from rich.text import Text
 
     from bel.profiler.report_tables import all_tables, phase_words
     from bel.profiler.verdicts import verdicts
 
-    console = Console(highlight=False)
+    console = rich_console()
     if not console.is_terminal:
-        console = Console(highlight=False, width=_FILE_COLUMNS)
+        console = rich_console(width=_FILE_COLUMNS)
     console.print(Text(f"{report.model_name or '(no name)'}: {phase_words(report)}", style="bold"))
     for verdict in verdicts(report):
         console.print(Text("\n" + verdict.question, style="bold cyan"))
@@ -106,7 +109,6 @@ def _print_report(report: Report) -> None:
 def _print_table(console: Console, table: Table) -> None:
     """Heads wrap between words where the terminal is narrow; a number is never wrapped or cut."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table as Grid
     from rich.text import Text
 
@@ -121,4 +123,4 @@ def _print_table(console: Console, table: Table) -> None:
     for row in table.rows:
         grid.add_row(*map(Text, row))
     # A console as wide as the table: rich would squeeze its cells into a narrower one.
-    Console(highlight=False, width=max(console.width, sum(most) + 4 * len(most))).print(grid)
+    rich_console(width=max(console.width, sum(most) + 4 * len(most))).print(grid)

@@ -115,8 +115,11 @@ def _read(
     """Traces, the layers of their model, and profiles by name; all of one model."""
     from bel.formats.profile_json import load_profile
     from bel.formats.trace_calls import read_trace
+    from bel.profiler.output import check_inputs
     from bel.profiler.same_model import Identity, check_all_same, merged_layers
 
+    check_inputs(paths)
+    check_inputs([Path(name) for name in profile_names])
     traces = [read_trace(path) for path in paths]
     for path, trace in zip(paths, traces, strict=True):
         for note in trace.notes:
