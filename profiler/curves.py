@@ -1,6 +1,6 @@
 """Exact LRU hit curves of a layer: the hits at every capacity, from one pass over its calls.
 
-Mattson's stack distances, for calls instead of single accesses (design/PROFILING.md, "Recording").  All experts of a call
+Mattson's stack distances, for calls instead of single accesses.  All experts of a call
 are looked up in the cache as it stands before the call; afterwards they lie on top of the LRU stack, the last used first.
 A cache of c slots, cut to c before each call, then holds the c top entries of the stack: no expert of the call can have
 been pushed out by another of the same call, and a call larger than c is served whole.  So an access hits at capacity c
