@@ -94,6 +94,29 @@ def parts_in_order(layers: tuple[LayerLayout, ...]) -> Iterator[tuple[LayerLayou
                 yield layer, expert, part
 
 
+class PartPlaces:
+    """Where the parts of each expert stack stand: stacks go by their index in the tensor table."""
+
+    def __init__(self, layers: tuple[LayerLayout, ...]) -> None:
+        self._rows: dict[int, tuple[LayerLayout, BlobPart, int]] = {}
+        at = 0
+        for layer in layers:
+            for number, part in enumerate(layer.parts):
+                self._rows[part.tensor] = (layer, part, at + number)
+            at += layer.n_expert * len(layer.parts)
+
+    def of(self, tensor: int) -> tuple[LayerLayout, BlobPart]:
+        """The layer of a stack, and its part of every blob there."""
+        layer, part, _ = self._rows[tensor]
+        return layer, part
+
+    def digest(self, table: memoryview, tensor: int, expert: int) -> memoryview:
+        """What an expert's part must hash to; `table` is that of `unpack_index`."""
+        layer, _, first = self._rows[tensor]
+        at = (first + expert * len(layer.parts)) * DIGEST_BYTES
+        return table[at : at + DIGEST_BYTES]
+
+
 def weights_bytes(layers: tuple[LayerLayout, ...]) -> int:
     """Bytes of expert weights in all blobs, padding left out."""
     return sum(part.size_bytes * layer.n_expert for layer in layers for part in layer.parts)

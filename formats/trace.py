@@ -35,6 +35,8 @@ from bel.formats.trace_layout import (
 )
 
 PROMPT, DECODE = 0, 1
+PHASES = {"decode": (DECODE,), "prompt": (PROMPT,), "all": (PROMPT, DECODE)}
+"""What a command's `--phase` counts."""
 NO_TIME = -1
 # A kill costs at most one block: 32 Ki ids are 85 tokens of 48 layers with 8 experts each, and 4096 calls as many.
 BLOCK_IDS = 1 << 15

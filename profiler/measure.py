@@ -14,7 +14,7 @@ from bel.formats.errors import BadInputError, printable
 from bel.formats.gguf_header import MAGIC as GGUF_MAGIC
 from bel.formats.profile import LayerStats, Profile, Workload
 from bel.formats.profile_json import load_profile
-from bel.formats.trace import DECODE, PROMPT
+from bel.formats.trace import DECODE, PHASES, PROMPT
 from bel.formats.trace_calls import LayerCalls, Trace, read_trace
 from bel.formats.trace_header import TraceHeader, TraceLayer
 from bel.formats.trace_layout import MAGIC
@@ -24,7 +24,6 @@ from bel.profiler.locality import SEGMENTS, Counts, Reuse, Rows, reuse, segment_
 from bel.profiler.same_model import Identity, check_same_model, merged_layers
 from bel.profiler.static_sets import fold_counts, split_calls
 
-PHASES = {"prompt": (PROMPT,), "decode": (DECODE,), "all": (PROMPT, DECODE)}
 PREFIX_TOKENS = tuple(digit * 10**power for power in range(2, 9) for digit in (1, 2, 5))
 """Lengths of a short profile: 100, 200, 500, 1000 and so on."""
 

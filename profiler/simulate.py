@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from bel.formats.errors import UsageError, printable
 from bel.formats.profile import Profile
-from bel.formats.trace import DECODE, PROMPT
+from bel.formats.trace import PHASES
 from bel.formats.trace_calls import LayerCalls, Trace
 from bel.formats.trace_header import TraceLayer
 from bel.profiler.belady import belady_hits
@@ -29,7 +29,6 @@ from bel.profiler.locality import Counts, by_use
 from bel.profiler.slot_budgets import Budget
 from bel.profiler.static_sets import NOT_COUNTED, fold_counts, static_hits
 
-PHASES = {"decode": (DECODE,), "prompt": (PROMPT,), "all": (PROMPT, DECODE)}
 LAYER_SCOPE = "layer"
 LRU, BELADY, ORACLE, STATIC = "lru", "belady", "static-oracle", "static:"
 POLICIES = f"{LRU}, {BELADY}, {ORACLE}, {STATIC}PROFILE.json"

@@ -13,7 +13,7 @@ from bel.repack.digests import SliceDigests
 from bel.repack.kept import KeptBytes
 from bel.repack.spans import Kind, Placed, gguf_spans
 from bel.repack.verify import Report
-from bel.repack.walk import Advance, FileWalk, source_shrank
+from bel.repack.walk import Advance, FileWalk, counter, source_shrank
 
 
 def compare_source(bundle: Bundle, model: GgufModel, report: Report, progress: Callable[[str, int, int], None]) -> None:
@@ -28,13 +28,7 @@ def compare_source(bundle: Bundle, model: GgufModel, report: Report, progress: C
         shown = ", ".join(printable(str(header.path)) for header in model.files)
         report.problem(f"{shown}: not the source of this bundle: {have} bytes, expected {want}")
         return
-    total, done = sum(have), 0
-
-    def advance(size_bytes: int) -> None:
-        nonlocal done
-        done += size_bytes
-        progress("compare", done, total)
-
+    advance = counter(progress, "compare", sum(have))
     for number, (header, source) in enumerate(zip(model.files, manifest.sources, strict=True)):
         rows = {i: t for i, t in enumerate(manifest.tensors) if t.source == number}
         sha = _compare_file(bundle, header.path, source, rows, report, advance)

@@ -13,7 +13,7 @@ from bel.formats.atomic import fsync_folder, write_file
 from bel.formats.bundle import expected_experts_header, open_bundle
 from bel.formats.digest import bytes_digest
 from bel.formats.errors import BadInputError, DamagedBundleError
-from bel.formats.experts_file import LayerLayout, pack_index
+from bel.formats.experts_file import PartPlaces, pack_index
 from bel.formats.gguf_header import GgufHeader
 from bel.formats.gguf_model import GgufModel
 from bel.formats.manifest import DENSE, EXPERTS, MANIFEST_NAME, FileRow, Manifest, SourceRow, TensorRow, encode
@@ -27,7 +27,7 @@ from bel.repack.spans import Kind, Piece, Placed, gguf_spans
 from bel.repack.stream import MAX_HASHED_HOLE_BYTES, sparse_bytes
 from bel.repack.target import check_space, check_target, staging_path
 from bel.repack.verify import Report, verify_bundle
-from bel.repack.walk import FileWalk, source_shrank
+from bel.repack.walk import Advance, FileWalk, counter, source_shrank
 
 Progress = Callable[[str, int, int], None]
 """`progress(phase, bytes done, bytes in all)`."""
@@ -52,22 +52,10 @@ class _Run:
     model: GgufModel
     layout: Layout
     sink: Sink
-    progress: Progress
+    advance: Advance
+    places: PartPlaces
     digests: SliceDigests = field(default_factory=SliceDigests)
     bytes_read: int = 0
-    bytes_done: int = 0
-
-    def __post_init__(self) -> None:
-        self.by_tensor: dict[int, tuple[LayerLayout, int]] = {
-            part.tensor: (layer, number) for layer in self.layout.layers for number, part in enumerate(layer.parts)
-        }
-
-    by_tensor: dict[int, tuple[LayerLayout, int]] = field(init=False)
-
-    def advance(self, size_bytes: int) -> None:
-        """Count bytes of the source as done."""
-        self.bytes_done += size_bytes
-        self.progress("repack", self.bytes_done, sum(header.file_bytes for header in self.model.files))
 
 
 def convert(model: GgufModel, layout: Layout, target: Path, *, force: bool, check: bool, progress: Progress) -> Converted:
@@ -82,7 +70,8 @@ def convert(model: GgufModel, layout: Layout, target: Path, *, force: bool, chec
     with StagingFolder(staging_path(target)) as staging:
         sink = Sink(staging.path)
         try:
-            run = _Run(model, layout, sink, progress)
+            advance = counter(progress, "repack", sum(header.file_bytes for header in model.files))
+            run = _Run(model, layout, sink, advance, PartPlaces(layout.layers))
             manifest = _write_files(run, staging.path, holes)
             sink.sync()
         finally:
@@ -182,8 +171,8 @@ def _place_slice(run: _Run, piece: Piece, data: memoryview | None) -> None:
     layout, index = run.layout, piece.span.tensor
     dest = layout.destinations[index]
     if dest.dest == EXPERTS:
-        layer, number = run.by_tensor[index]
-        at = layer.part_offset(piece.span.part, layer.parts[number]) + piece.at_bytes
+        layer, part = run.places.of(index)
+        at = layer.part_offset(piece.span.part, part) + piece.at_bytes
         run.sink.write(layout.experts_names[layer.shard], data, at)
         return
     at = dest.offset_bytes + piece.span.part * piece.span.size_bytes + piece.at_bytes

@@ -12,7 +12,7 @@ from bel.repack.digests import SliceDigests
 from bel.repack.layout import Layout
 from bel.repack.spans import Kind, Placed, gguf_spans
 from bel.repack.stream import MAX_HASHED_HOLE_BYTES, sparse_bytes
-from bel.repack.walk import FileWalk, source_shrank
+from bel.repack.walk import FileWalk, counter, source_shrank
 
 
 def describe_layout(model: GgufModel, layout: Layout) -> dict[str, Any]:
@@ -68,13 +68,8 @@ def _describe_experts(layers: tuple[LayerLayout, ...], experts_bytes: int) -> di
 
 def digest_model(model: GgufModel, progress: Callable[[str, int, int], None]) -> tuple[str, list[str | None]]:
     """Read every byte of a GGUF model: its content digest, and the SHA-256 of each file (None for one that is mostly holes)."""
-    digests, done, total = SliceDigests(), 0, sum(h.file_bytes for h in model.files)
-
-    def advance(size_bytes: int) -> None:
-        nonlocal done
-        done += size_bytes
-        progress("digest", done, total)
-
+    digests = SliceDigests()
+    advance = counter(progress, "digest", sum(h.file_bytes for h in model.files))
     sums: list[str | None] = []
     for number, header in enumerate(model.files):
         placed = [Placed(i, t.ne, t.start_bytes, t.size_bytes) for i, t in enumerate(model.tensors) if t.source == number]

@@ -13,9 +13,8 @@ from pathlib import Path
 
 from bel.formats.atomic import fsync_folder, named_errors, read_head
 from bel.formats.bundle import Bundle, check_sizes, expected_experts_header, read_index
-from bel.formats.digest import DIGEST_BYTES
 from bel.formats.errors import DamagedBundleError, UsageError
-from bel.formats.experts_file import BlobPart, LayerLayout
+from bel.formats.experts_file import PartPlaces
 from bel.formats.holes import extents, hole_bytes
 from bel.formats.manifest import DENSE, EXPERTS, PLE, SourceRow
 from bel.formats.signals import signals_held
@@ -27,7 +26,7 @@ from bel.repack.sink import MAX_OPEN, Sink
 from bel.repack.spans import Kind, Placed, Span, gguf_spans
 from bel.repack.stream import Read, Stream
 from bel.repack.target import check_space
-from bel.repack.walk import Advance, pieces
+from bel.repack.walk import Advance, counter, pieces
 
 SPANS_AHEAD = 4  # slices of about a megabyte: enough to keep a disk busy, few enough to stay in the page cache
 STAGING_NAME = ".bel-restore.bel-tmp"
@@ -57,7 +56,7 @@ def restore(bundle: Bundle, folder: Path, *, force: bool, progress: Callable[[st
         with StagingFolder(folder / STAGING_NAME) as staging, _Parts(bundle) as parts:
             sink = Sink(staging.path)
             try:
-                advance = _counter(progress, sum(s.size_bytes for s in manifest.sources))
+                advance = counter(progress, "restore", sum(s.size_bytes for s in manifest.sources))
                 done = [_restore_file(parts, number, sink, advance) for number in range(len(names))]
                 sink.sync()
             finally:
@@ -90,17 +89,6 @@ def _folder(folder: Path) -> Iterator[None]:
         raise
 
 
-def _counter(progress: Callable[[str, int, int], None], total_bytes: int) -> Advance:
-    done = 0
-
-    def advance(size_bytes: int) -> None:
-        nonlocal done
-        done += size_bytes
-        progress("restore", done, total_bytes)
-
-    return advance
-
-
 def _check_free(bundle: Bundle, folder: Path, names: list[str], *, force: bool) -> None:
     if os.path.lexists(folder) and not folder.is_dir():
         raise UsageError("the output exists and is not a folder", path=str(folder))
@@ -123,12 +111,7 @@ class _Parts:
     def __init__(self, bundle: Bundle) -> None:
         self.bundle = bundle
         self.index = read_index(bundle)
-        self.where: dict[int, tuple[LayerLayout, BlobPart, int]] = {}
-        at = 0
-        for layer in bundle.manifest.layers:
-            for number, part in enumerate(layer.parts):
-                self.where[part.tensor] = (layer, part, at + number)
-            at += layer.n_expert * len(layer.parts)
+        self.places = PartPlaces(bundle.manifest.layers)
         self._fds: OrderedDict[str, tuple[int, bool]] = OrderedDict()
 
     def __enter__(self) -> _Parts:
@@ -181,7 +164,7 @@ class _Parts:
         manifest = self.bundle.manifest
         row = manifest.tensors[span.tensor]
         if row.dest == EXPERTS:
-            layer, part, _ = self.where[span.tensor]
+            layer, part = self.places.of(span.tensor)
             return manifest.experts[layer.shard].name, layer.part_offset(span.part, part)
         file = manifest.dense if row.dest == DENSE else manifest.ple
         assert file is not None, "the manifest was checked: a PLE tensor has a PLE file"
@@ -208,9 +191,8 @@ class _Parts:
         row = self.bundle.manifest.tensors[span.tensor]
         if row.dest != EXPERTS:
             return
-        layer, part, first = self.where[span.tensor]
-        number = (first + span.part * len(layer.parts)) * DIGEST_BYTES
-        if digest != self.index[number : number + DIGEST_BYTES]:
+        layer, part = self.places.of(span.tensor)
+        if digest != self.places.digest(self.index, span.tensor, span.part):
             raise DamagedBundleError(
                 f"checksum mismatch in layer {layer.layer} expert {span.part} part {part.role}: the bytes are corrupt",
                 path=str(self.bundle.path(self.bundle.manifest.experts[layer.shard].name)),

@@ -20,7 +20,7 @@ from bel.formats.digest import (
     leaf_digest,
 )
 from bel.formats.errors import BelError, DamagedBundleError, printable
-from bel.formats.experts_file import PAGE_BYTES, BlobPart, LayerLayout, parts_in_order
+from bel.formats.experts_file import PAGE_BYTES, LayerLayout, PartPlaces, parts_in_order
 from bel.formats.holes import extents
 from bel.formats.manifest import DENSE, PLE, FileRow
 from bel.repack.digests import SliceDigests
@@ -65,14 +65,7 @@ class _Verifier:
         self.report = Report()
         self.total = sum(size for _, size in self.manifest.files)
         self.index = memoryview(b"")
-        self.parts: dict[int, tuple[LayerLayout, BlobPart]] = {
-            part.tensor: (layer, part) for layer in self.manifest.layers for part in layer.parts
-        }
-        self.first_digest: dict[int, int] = {}  # layer -> number of its first digest in the table
-        at = 0
-        for layer in self.manifest.layers:
-            self.first_digest[layer.layer] = at
-            at += layer.n_expert * len(layer.parts)
+        self.places = PartPlaces(self.manifest.layers)
 
     def small_files(self) -> list[str]:
         """Sizes, digest table and kept headers; the names of the files that are whole enough to be read on."""
@@ -123,12 +116,6 @@ class _Verifier:
             self.report.problem(
                 f"{self.bundle.path('manifest.json')}: the content digest does not follow from the tensors' digests"
             )
-
-    def part_digest(self, tensor: int, expert: int) -> bytes:
-        """The digest that a part of an expert must have."""
-        layer, part = self.parts[tensor]
-        number = self.first_digest[layer.layer] + expert * len(layer.parts) + layer.parts.index(part)
-        return bytes(self.index[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES])
 
     def gguf(self, row: FileRow, dest: str) -> None:
         """A dense or PLE file, whole."""
@@ -208,10 +195,10 @@ class _Verifier:
             self.report.bytes_checked += part.size_bytes
 
     def _check_part(self, path: Path, span: Span, found: bytes) -> None:
-        layer, part = self.parts[span.tensor]
+        layer, part = self.places.of(span.tensor)
         if part is layer.parts[-1]:
             self.report.blobs_checked += 1
-        if self.index and found != self.part_digest(span.tensor, span.part):
+        if self.index and found != self.places.digest(self.index, span.tensor, span.part):
             self._mismatch(path, span.start_bytes, f"layer {layer.layer} expert {span.part} part {part.role}")
 
     def _walk(self, path: Path, size: int, spans: Iterator[Span]) -> Iterator[tuple[Piece, memoryview | None]]:

@@ -15,6 +15,18 @@ Advance = Callable[[int], None]
 """Called with the number of bytes that have been walked since the last call."""
 
 
+def counter(progress: Callable[[str, int, int], None], phase: str, total_bytes: int) -> Advance:
+    """An Advance that tells `progress(phase, bytes done, bytes in all)`."""
+    done = 0
+
+    def advance(size_bytes: int) -> None:
+        nonlocal done
+        done += size_bytes
+        progress(phase, done, total_bytes)
+
+    return advance
+
+
 def pieces(stream: Stream, spans: Iterable[Span], advance: Advance) -> Iterator[tuple[Piece, memoryview | None]]:
     """Every piece of every span with its bytes (None: it lies in a hole), in order.
 
