@@ -148,17 +148,20 @@ class _Window:
         return bytes(self.buffer[at + 8 : at + 8 + length]).decode("utf-8", "surrogateescape"), at + 8 + length
 
 
-def scan_header(path: Path) -> GgufHeader:
-    """Scan the header of one GGUF file.  Raises BadInputError for whatever a reader could take in two ways, OSError for I/O."""
+def scan_header(path: Path, *, need_data: bool = True) -> GgufHeader:
+    """Scan the header of one GGUF file.  Raises BadInputError for whatever a reader could take in two ways, OSError for I/O.
+
+    Without `need_data` the file may end right behind the tensor infos, before the padding that leads to the data.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         with named_errors(path):
-            return _scan(_Window(fd, path, os.fstat(fd).st_size))
+            return _scan(_Window(fd, path, os.fstat(fd).st_size), need_data)
     finally:
         os.close(fd)
 
 
-def _scan(window: _Window) -> GgufHeader:
+def _scan(window: _Window, need_data: bool) -> GgufHeader:
     version, n_tensors, n_keys = _start(window)
     at = _START.size
     keys: dict[str, KeyValue] = {}
@@ -189,7 +192,8 @@ def _scan(window: _Window) -> GgufHeader:
     # llama.cpp pads the header only where tensors follow (gguf.cpp, `if (n_tensors > 0)`).
     data_start = align_up(at, alignment) if n_tensors else at
     window.doing = "the padding between header and tensor data"
-    window.need(window.buffer, data_start)
+    if need_data:
+        window.need(window.buffer, data_start)
     del window.buffer[data_start:]
     return GgufHeader(
         window.path, window.file_bytes, version, alignment, keys, tuple(tensors.values()), data_start, window.buffer

@@ -64,28 +64,29 @@ class GgufModel:
         return [int(v) for v in value]
 
 
-def open_model(path: Path) -> GgufModel:
+def open_model(path: Path, *, need_data: bool = True) -> GgufModel:
     """Read every header of the model that `path` belongs to (any shard may be named).
 
+    Without `need_data` each file may end anywhere behind its header: enough to plan before a download is complete.
     Raises BadInputError where the set is incomplete, foreign, renamed or contradicts itself, or a header is bad.
     """
     check_file(path)
-    named = scan_header(path)
+    named = scan_header(path, need_data=need_data)
     keys = split_keys(named)
-    files = [named if p == path else _scan_sibling(p) for p in shard_paths(path, keys)]
+    files = [named if p == path else _scan_sibling(p, need_data=need_data) for p in shard_paths(path, keys)]
     _check_set(files, keys)
     tensors = [
         SourceTensor(i.name, i.type_id, i.ne, number, r.start_bytes, r.size_bytes, r.size_is_guessed)
         for number, header in enumerate(files)
-        for i, r in zip(header.tensors, tensor_regions(header), strict=True)
+        for i, r in zip(header.tensors, tensor_regions(header, need_data=need_data), strict=True)
     ]
     _check_names(files, tensors)
     return GgufModel(tuple(files), tuple(tensors))
 
 
-def _scan_sibling(path: Path) -> GgufHeader:
+def _scan_sibling(path: Path, *, need_data: bool) -> GgufHeader:
     check_file(path)
-    return scan_header(path)
+    return scan_header(path, need_data=need_data)
 
 
 def _check_set(files: list[GgufHeader], keys: SplitKeys) -> None:

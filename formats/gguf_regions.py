@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bel.formats.errors import BadInputError
-from bel.formats.ggml_types import GGML_TYPES, tensor_bytes
+from bel.formats.ggml_types import GGML_TYPES, tensor_bytes, type_name
 from bel.formats.gguf_header import GgufHeader, TensorInfo
 
 
@@ -18,12 +18,15 @@ class Region:
     size_is_guessed: bool
 
 
-def tensor_regions(header: GgufHeader) -> tuple[Region, ...]:
+def tensor_regions(header: GgufHeader, *, need_data: bool = True) -> tuple[Region, ...]:
     """One region per tensor of the header, in header order.
 
     A type of known block size takes what it needs; an unknown one takes all up to the next tensor (or the end of the
     file).  Raises BadInputError for overlap, for a row that is not whole blocks, and for data beyond the file's end,
     naming the first tensor (by place) that does not fit and the missing bytes.
+
+    Without `need_data` the file may end anywhere behind its header, as an unfinished download does; an unknown type in the
+    last place is then refused, since its size cannot be told.
     """
     # A tensor without bytes shares its offset with the next one, whatever their order in the header.
     order = sorted(range(len(header.tensors)), key=lambda i: (header.tensors[i].offset_bytes, _has_bytes(header.tensors[i]), i))
@@ -35,10 +38,12 @@ def tensor_regions(header: GgufHeader) -> tuple[Region, ...]:
         size = _known_bytes(header, info)
         guessed = size is None
         if size is None:
+            if follower is None and not need_data:
+                raise _unknown_size(header, info)
             if start > limit:
                 raise _truncated(header, info, start, header.tensors[order[-1]])
             size = limit - start
-        if start + size > header.file_bytes:
+        if need_data and start + size > header.file_bytes:
             raise _truncated(header, info, start + size, header.tensors[order[-1]])
         if follower is not None and start + size > limit:
             raise BadInputError(
@@ -66,6 +71,15 @@ def _known_bytes(header: GgufHeader, info: TensorInfo) -> int | None:
         return tensor_bytes(info.type_id, info.ne)
     except ValueError as error:
         raise BadInputError(f"the tensor's shape is damaged: {error}", path=str(header.path), tensor=info.name) from None
+
+
+def _unknown_size(header: GgufHeader, info: TensorInfo) -> BadInputError:
+    return BadInputError(
+        f"the last tensor has {type_name(info.type_id)}, which is not in the type table: its size can be told from the whole "
+        "file only",
+        path=str(header.path),
+        tensor=info.name,
+    )
 
 
 def _truncated(header: GgufHeader, info: TensorInfo, end: int, last: TensorInfo) -> BadInputError:
