@@ -46,14 +46,25 @@ class ContextOptions:
 
 
 class Context:
-    """One sequence in a model.  `n_past` positions are in use.  Close it, or use it in a `with`, before its model."""
+    """One sequence in a model.  `n_past` positions are in use.  `after` is called behind every decode that succeeded.
 
-    def __init__(self, model: Model, pointer: Any, options: ContextOptions, observer: Observer | None) -> None:
+    Close it, or use it in a `with`, before its model.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        pointer: Any,
+        options: ContextOptions,
+        observer: Observer | None,
+        after: Callable[[], None] | None = None,
+    ) -> None:
         library = model.engine.library
         ffi, lib = library.ffi, library.lib
         self.model, self.options, self.n_past = model, options, 0
         self._n_logits = 0
         self._error: BaseException | None = None
+        self._after = after
         # The library keeps the address of the callback only: without this reference it would be freed under it.
         self._callback = ffi.callback("eval_callback", self._eval_callback(observer)) if observer else ffi.NULL
         params = ffi.new("struct any_params *", lib.llama_context_default_params())
@@ -61,6 +72,7 @@ class Context:
         fields.n_ctx, fields.n_batch, fields.n_ubatch = options.n_ctx, options.n_batch, options.n_ubatch
         fields.n_threads = fields.n_threads_batch = options.n_threads or len(os.sched_getaffinity(0))
         fields.cb_eval = self._callback
+        fields.swa_full = False  # as llama.cpp's own programs: a sliding window keeps its window, not the whole context
         self._pointer = lib.llama_init_from_model(pointer, params[0])
         if self._pointer == ffi.NULL:
             raise model.engine.failure(MachineError, "llama.cpp cannot make a context", path=str(model.path))
@@ -106,6 +118,8 @@ class Context:
         status = library.lib.llama_decode(self._pointer, batch[0])
         if self._error is not None or status != 0:
             self._fail(status, count)
+        if self._after is not None:
+            self._after()
         self.n_past += count
         self._n_logits = count if all_logits else 1
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -24,7 +24,9 @@ from bel.runtime.context import Context, ContextOptions, Observer
 from bel.runtime.llama_library import LlamaLibrary, open_library
 
 LOG_LINES = 100  # kept for a message after a failure; loading a model says about this much
-_LOG_WARN, _LOG_ERROR = 3, 4  # enum ggml_log_level
+_LOG_DEBUG, _LOG_WARN, _LOG_ERROR = 1, 3, 4  # enum ggml_log_level
+_LOADING = "load_tensors: loading model tensors"  # llama-model.cpp, before it maps the files
+_LAZY_ON = 2  # enum llama_lazy_mode
 _VOCAB_NONE = 0  # enum llama_vocab_type
 LOAD_MODES = {"auto": -1, "none": 0, "mmap": 1, "mlock": 2, "mmap_mlock": 3, "direct_io": 4}
 """enum llama_load_mode (include/llama.h)."""
@@ -35,13 +37,15 @@ class ModelOptions:
     """How a model is loaded.
 
     `use_extra_bufts` lets llama.cpp keep repacked copies of weights beside the mapped file: other kernels and much more
-    memory, some more speed.  `gpu_layers` of -1 puts every layer on a GPU where the library has one.  `overrides` replace
-    values of the metadata.
+    memory, some more speed.  `gpu_layers` of -1 puts every layer on a GPU where the library has one.
+    `reads_tables_lazily`: tables of which a token uses a few rows (per-layer embeddings) are read row by row.  `overrides`
+    replace values of the metadata.
     """
 
     load_mode: str = "mmap"
     use_extra_bufts: bool = False
     gpu_layers: int = 0
+    reads_tables_lazily: bool = False
     overrides: Mapping[str, int | float | bool | str] = field(default_factory=dict)
 
 
@@ -54,6 +58,8 @@ class Engine:
         self.log: deque[tuple[int, str]] = deque(maxlen=LOG_LINES)
         self.log_fd: int | None = None
         """Where warnings and errors are also written at once, for a process that may die before it can report them."""
+        self.on_loading: Callable[[], None] | None = None
+        """Called when a load has read all headers and no tensor yet."""
         self._line = ""
         self._log_callback = library.ffi.callback("log_callback", self._on_log)
         library.lib.llama_log_set(self._log_callback, library.ffi.NULL)
@@ -81,6 +87,8 @@ class Engine:
         fields = ffi.cast("struct llama_model_params *", params)
         fields.load_mode = LOAD_MODES[options.load_mode]
         fields.use_extra_bufts = options.use_extra_bufts
+        if options.reads_tables_lazily:
+            fields.lazy_mode = _LAZY_ON
         fields.n_gpu_layers = options.gpu_layers
         overrides = _overrides(ffi, options.overrides)
         fields.kv_overrides = overrides
@@ -97,11 +105,15 @@ class Engine:
         return kind(f"{cause}: {printable(said)}" if said else cause, path=path)
 
     def _on_log(self, level: int, text: Any, _user_data: Any) -> None:
+        if level == _LOG_DEBUG:  # hundreds of lines for each context, which would push out the few that say something
+            return
         piece = self.library.ffi.string(text)
         if self.log_fd is not None and level in (_LOG_WARN, _LOG_ERROR):
             os.write(self.log_fd, piece)
         *lines, self._line = (self._line + piece.decode("utf-8", "replace")).split("\n")
         self.log.extend((level, line) for line in lines if line.strip())
+        if self.on_loading is not None and any(line.startswith(_LOADING) for line in lines):
+            self.on_loading()
 
 
 @cache
@@ -187,9 +199,14 @@ class Model:
                 return bytes(ffi.buffer(text, count)).decode("utf-8", "replace")
             room = count
 
-    def context(self, options: ContextOptions, observer: Observer | None = None) -> Context:
-        """A context that runs tokens through the model.  Raises MachineError where there is no memory for it."""
-        return Context(self, self._pointer, options, observer)
+    def context(
+        self, options: ContextOptions, observer: Observer | None = None, after: Callable[[], None] | None = None
+    ) -> Context:
+        """A context that runs tokens through the model; `after` is called behind each decode that succeeded.
+
+        Raises MachineError where there is no memory for it.
+        """
+        return Context(self, self._pointer, options, observer, after)
 
     def _need_tokenizer(self) -> None:
         if not self.has_tokenizer:

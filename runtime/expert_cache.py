@@ -1,0 +1,206 @@
+"""The slots of a running model: which experts are resident, by the policy, and the pages that they stand in."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from bel.formats.errors import UsageError
+from bel.formats.experts_file import LayerLayout
+from bel.runtime.arena import Arena
+from bel.runtime.cache_rows import NOWHERE
+from bel.runtime.cache_state import CacheState, Step, make_cache, preload, residents, step
+from bel.runtime.counters import Counters
+from bel.runtime.pager import FIRST, REST, Load, Pager
+from bel.runtime.policies import Policy
+
+PREFETCH_SHARE = 0.75
+"""The next layer is read ahead where a call is expected to use at least this share of its experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    """Experts of a layer that are being read, by id: each half under a tag of the pager (`rest` None: all comes at once)."""
+
+    place: int
+    first: int
+    rest: int | None
+    loads: dict[int, Load]
+
+
+class ExpertCache:
+    """Slots for the experts of a model's layers, `slots[place]` for the layer at `place` in the order of the bundle.
+
+    A layer's slots hold what its policy keeps between calls; while a call is served its missing experts stand beside them.
+    `prefetch_bytes` is what may be read ahead for the next layer.
+    """
+
+    def __init__(self, pager: Pager, arena: Arena, policy: Policy, slots: Sequence[int], *, prefetch_bytes: int = 0) -> None:
+        self._pager, self._arena, self._policy = pager, arena, policy
+        self._layers: tuple[LayerLayout, ...] = pager.layers
+        self._states: list[CacheState] = []
+        for layer, count in zip(self._layers, slots, strict=True):
+            if not 0 <= count <= layer.n_expert:
+                raise UsageError(f"layer {layer.layer} has {layer.n_expert} experts, not room for {count} slots")
+            self._states.append(make_cache(policy, np.ones(layer.n_expert, np.int64), count))
+        self.slots = tuple(slots)
+        self.prefetch_bytes = prefetch_bytes
+        self.counters = Counters()
+        self._spare: dict[int, list[int]] = {}
+        """Addresses of pages that nobody needs, by their size: of evicted blobs, until the next layer has taken its part."""
+        self._cut: list[tuple[int, int]] = []
+        self._ahead: _Coming | None = None
+        self._rest: list[_Coming] = []
+
+    def preload(self, wanted: Sequence[Sequence[int]]) -> int:
+        """Fill slots before the first call, `wanted[place]` experts of each layer, most wanted first.  Returns the bytes."""
+        total = 0
+        for place, experts in enumerate(wanted):
+            chosen = preload(self._states[place], experts)
+            coming = self._start(place, {e: Load(place, e, self._arena.address(place, e)) for e in chosen})
+            if coming is not None:
+                self._finish_first(coming)
+                self._finish_rest(coming)
+            total += len(chosen) * self._layers[place].stride_bytes
+        return total
+
+    def serve(self, place: int, ids: npt.NDArray[np.uint16], *, whole: bool = True) -> None:
+        """Make the experts of a call resident: `ids` (rows, top_k) of the layer at `place`, in slot order.
+
+        Unless `whole`, what only the last product of the experts reads may still be on its way: `finish` waits for it.
+        """
+        began = time.perf_counter_ns()
+        self._release_cut()
+        counters = self.counters.now
+        done = step(self._states[place], ids)
+        ahead = self._take_ahead(place)
+        for expert in done.victims:
+            self._free(place, expert)
+        wanted = [*done.uploads, *(expert for expert in done.missed if expert not in ahead)]
+        coming = self._start(place, {expert: self._room(place, expert) for expert in wanted})
+        self._waste(place, ahead, done)
+        self._cut = [(place, expert) for expert in done.cut]
+        if coming is not None:
+            self._finish_first(coming)
+            self._rest.append(coming)
+        if whole:
+            self.finish()
+        self._read_ahead(place + 1, len(ids))
+        if len(ids) == 1:
+            self._drop_spare()
+        counters.calls += 1
+        counters.accesses += done.distinct
+        counters.missed += len(done.missed)
+        counters.uploads += len(done.uploads)
+        counters.prefetched_hits += sum(expert in ahead for expert in done.missed)
+        counters.callback_ns += time.perf_counter_ns() - began
+
+    def finish(self) -> None:
+        """Wait for what the last `serve` left on its way."""
+        while self._rest:
+            self._finish_rest(self._rest.pop())
+
+    def resident(self, place: int) -> list[int]:
+        """The experts in the slots of a layer."""
+        return residents(self._states[place])
+
+    def settle(self) -> None:
+        """At the end of a graph: give up what was only needed for it.  A read-ahead for a layer that did not come is waste."""
+        self.finish()
+        self._release_cut()
+        if self._ahead is not None:
+            self._take_ahead(NOWHERE)
+        self._drop_spare()
+
+    def _start(self, place: int, loads: dict[int, Load]) -> _Coming | None:
+        """Begin to read blobs; first halves of all of them come before any rest."""
+        if not loads:
+            return None
+        several = list(loads.values())
+        first = self._pager.start(several, FIRST)
+        rest = self._pager.start(several, REST) if self._pager.has_rest(place) else None
+        self.counters.now.read_bytes += len(loads) * self._layers[place].stride_bytes
+        return _Coming(place, first, rest, loads)
+
+    def _finish_first(self, coming: _Coming) -> None:
+        self._wait(coming.first)
+        self._check(coming, FIRST)
+
+    def _finish_rest(self, coming: _Coming) -> None:
+        if coming.rest is not None:
+            self._wait(coming.rest)
+            self._check(coming, REST)
+
+    def _wait(self, tag: int) -> None:
+        began = time.perf_counter_ns()
+        self._pager.finish(tag)
+        self.counters.now.wait_ns += time.perf_counter_ns() - began
+
+    def _check(self, coming: _Coming, half: int) -> None:
+        began = time.perf_counter_ns()
+        self._pager.check(coming.loads.values(), half)
+        self.counters.now.check_ns += time.perf_counter_ns() - began
+
+    def _room(self, place: int, expert: int) -> Load:
+        """An address for an expert, with pages that are there already if some are spare."""
+        address, size = self._arena.address(place, expert), self._layers[place].stride_bytes
+        spare = self._spare.get(size)
+        if spare:
+            source = spare.pop()
+            if source != address:
+                self._arena.move(source, address, size)
+        return Load(place, expert, address)
+
+    def _free(self, place: int, expert: int) -> None:
+        size = self._layers[place].stride_bytes
+        self._spare.setdefault(size, []).append(self._arena.address(place, expert))
+
+    def _release_cut(self) -> None:
+        """The experts that the last call used and that have no slot are free: it has been computed."""
+        for place, expert in self._cut:
+            self._free(place, expert)
+        self._cut = []
+
+    def _drop_spare(self) -> None:
+        for size, addresses in self._spare.items():
+            for address in addresses:
+                self._arena.drop(address, size)
+            addresses.clear()
+
+    def _take_ahead(self, place: int) -> dict[int, Load]:
+        """What was read ahead for this layer, arrived, by expert; no longer ahead."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return {}
+        self._finish_first(ahead)
+        self._finish_rest(ahead)
+        if ahead.place == place:
+            return ahead.loads
+        for load in ahead.loads.values():  # the graph skipped the layer
+            self._free(load.place, load.expert)
+        self.counters.now.wasted += len(ahead.loads)
+        return {}
+
+    def _waste(self, place: int, ahead: dict[int, Load], done: Step) -> None:
+        unused = ahead.keys() - set(done.missed) - set(done.uploads)
+        for expert in unused:
+            self._free(place, expert)
+        self.counters.now.wasted += len(unused)
+
+    def _read_ahead(self, place: int, rows: int) -> None:
+        """Begin to read the next layer's experts that are not resident, where the call will use most of them."""
+        if place >= len(self._layers) or not self.prefetch_bytes:
+            return
+        layer = self._layers[place]
+        used = 1 - (1 - (layer.n_used or 0) / layer.n_expert) ** rows
+        if used < PREFETCH_SHARE:
+            return
+        there = set(self.resident(place))
+        missing = [expert for expert in range(layer.n_expert) if expert not in there]
+        chosen = missing[: self.prefetch_bytes // layer.stride_bytes]
+        if chosen:
+            self._ahead = self._start(place, {expert: self._room(place, expert) for expert in chosen})
