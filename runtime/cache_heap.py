@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from bel.runtime.cache_rows import AT, CONFIG, HEAP, HEAP_SIZE, NOWHERE, PRIORITY, STAMP, Floats, Ints
-from bel.runtime.compiled import compiled_if_possible
+from bel.runtime.compiled import inlined_if_possible
 
 
-@compiled_if_possible
+@inlined_if_possible
 def _is_less(ints: Ints, reals: Floats, a: int, b: int) -> bool:
     if reals[PRIORITY, a] != reals[PRIORITY, b]:
         return bool(reals[PRIORITY, a] < reals[PRIORITY, b])
     return bool(ints[STAMP, a] < ints[STAMP, b])
 
 
-@compiled_if_possible
+@inlined_if_possible
 def _up(ints: Ints, reals: Floats, place: int, item: int) -> None:
     while place > 0:
         parent = (place - 1) // 2
@@ -25,7 +25,7 @@ def _up(ints: Ints, reals: Floats, place: int, item: int) -> None:
     ints[HEAP, place], ints[AT, item] = item, place
 
 
-@compiled_if_possible
+@inlined_if_possible
 def _down(ints: Ints, reals: Floats, place: int, item: int) -> None:
     size = ints[CONFIG, HEAP_SIZE]
     while True:
@@ -42,7 +42,7 @@ def _down(ints: Ints, reals: Floats, place: int, item: int) -> None:
     ints[HEAP, place], ints[AT, item] = item, place
 
 
-@compiled_if_possible
+@inlined_if_possible
 def heap_push(ints: Ints, reals: Floats, item: int) -> None:
     """Add an item that is not in the heap."""
     place = ints[CONFIG, HEAP_SIZE]
@@ -50,7 +50,7 @@ def heap_push(ints: Ints, reals: Floats, item: int) -> None:
     _up(ints, reals, place, item)
 
 
-@compiled_if_possible
+@inlined_if_possible
 def heap_remove(ints: Ints, reals: Floats, item: int) -> None:
     """Take an item out, wherever it stands."""
     place = ints[AT, item]

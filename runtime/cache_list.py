@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bel.runtime.cache_rows import AFTER, BEFORE, CALLED, CONFIG, IN_LIST, LIST_SIZE, N_ITEMS, NOWHERE, SIZE, Ints
-from bel.runtime.compiled import compiled_if_possible
+from bel.runtime.compiled import inlined_if_possible
 
 
-@compiled_if_possible
+@inlined_if_possible
 def list_push(ints: Ints, number: int, item: int, oldest: bool) -> None:
     """Put an item that is in no list into list `number`, as its newest or its oldest."""
     end = ints[CONFIG, N_ITEMS] + number
@@ -18,7 +18,7 @@ def list_push(ints: Ints, number: int, item: int, oldest: bool) -> None:
     ints[LIST_SIZE, number] += ints[SIZE, item]
 
 
-@compiled_if_possible
+@inlined_if_possible
 def list_remove(ints: Ints, item: int) -> None:
     """Take an item out of the list that it is in."""
     left, right = ints[BEFORE, item], ints[AFTER, item]
@@ -27,15 +27,27 @@ def list_remove(ints: Ints, item: int) -> None:
     ints[IN_LIST, item] = NOWHERE
 
 
-@compiled_if_possible
+@inlined_if_possible
 def list_refresh(ints: Ints, number: int, item: int) -> None:
     """Make an item the newest of list `number`, wherever it was."""
-    if ints[IN_LIST, item] != NOWHERE:
-        list_remove(ints, item)
-    list_push(ints, number, item, False)
+    was = ints[IN_LIST, item]
+    if was != number:
+        if was != NOWHERE:
+            list_remove(ints, item)
+        list_push(ints, number, item, False)
+        return
+    end = ints[CONFIG, N_ITEMS] + number
+    left = ints[BEFORE, item]
+    if left == end:
+        return
+    right = ints[AFTER, item]
+    ints[AFTER, left], ints[BEFORE, right] = right, left
+    second = ints[AFTER, end]
+    ints[AFTER, end], ints[BEFORE, item] = item, end
+    ints[AFTER, item], ints[BEFORE, second] = second, item
 
 
-@compiled_if_possible
+@inlined_if_possible
 def list_oldest(ints: Ints, number: int, call: int) -> int:
     """The oldest item of a list that the call does not use (any, for a call of -2); -1 where there is none."""
     end = ints[CONFIG, N_ITEMS] + number

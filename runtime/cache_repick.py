@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
 from bel.runtime.cache_rows import (
     CAPACITY,
     CONFIG,
     COUNT,
     N_ITEMS,
+    NOWHERE,
     PERIOD,
     PICKED,
     RESIDENT,
@@ -28,17 +32,31 @@ KEPT_SHARE = 0.5  # of each count from one choice to the next
 
 @compiled_if_possible
 def repick(ints: Ints, reals: Floats) -> tuple[int, int]:
-    """Swap members for better ones when a period is over.  The numbers of uploads and of victims."""
+    """Swap members for better ones when a period is over.  The numbers of uploads and of victims.
+
+    Newcomers come in the order of their uses, the most used first, each for the least used member that leaves it room; of
+    equals the one used last is worth more.
+    """
     if ints[CONFIG, TOKENS] - ints[CONFIG, PICKED] < ints[CONFIG, PERIOD]:
         return 0, 0
     ints[CONFIG, PICKED] = ints[CONFIG, TOKENS]
+    n = ints[CONFIG, N_ITEMS]
+    order = np.argsort(ints[STAMP, :n], kind="mergesort")
+    order = order[np.argsort(reals[COUNT, :n][order], kind="mergesort")]  # the least wanted first
+    was_member = ints[RESIDENT, :n].copy()
     swaps = 0
-    while True:
-        weakest, best = _weakest(ints, reals), _best(ints, reals)
-        if weakest < 0 or best < 0 or reals[COUNT, best] <= HYSTERESIS * reals[COUNT, weakest]:
+    low = 0
+    for i in range(n - 1, -1, -1):
+        best = order[i]
+        if was_member[best]:
+            continue
+        while low < n and not (was_member[order[low]] and ints[RESIDENT, order[low]]):
+            low += 1
+        if low == n or reals[COUNT, best] <= HYSTERESIS * reals[COUNT, order[low]]:
             break
-        if ints[CONFIG, USED] - ints[SIZE, weakest] + ints[SIZE, best] > ints[CONFIG, CAPACITY]:
-            break
+        weakest = _gives_way(ints, reals, order, was_member, low, best)
+        if weakest == NOWHERE:
+            continue
         ints[RESIDENT, weakest], ints[RESIDENT, best] = 0, 1
         ints[CONFIG, USED] += ints[SIZE, best] - ints[SIZE, weakest]
         ints[VICTIMS, swaps], ints[UPLOADS, swaps] = weakest, best
@@ -48,26 +66,17 @@ def repick(ints: Ints, reals: Floats) -> tuple[int, int]:
 
 
 @compiled_if_possible
-def _weakest(ints: Ints, reals: Floats) -> int:
-    found = -1
-    for item in range(ints[CONFIG, N_ITEMS]):
-        if ints[RESIDENT, item] and (
-            found < 0
-            or reals[COUNT, item] < reals[COUNT, found]
-            or (reals[COUNT, item] == reals[COUNT, found] and ints[STAMP, item] < ints[STAMP, found])
-        ):
-            found = item
-    return found
-
-
-@compiled_if_possible
-def _best(ints: Ints, reals: Floats) -> int:
-    found = -1
-    for item in range(ints[CONFIG, N_ITEMS]):
-        if not ints[RESIDENT, item] and (
-            found < 0
-            or reals[COUNT, item] > reals[COUNT, found]
-            or (reals[COUNT, item] == reals[COUNT, found] and ints[STAMP, item] > ints[STAMP, found])
-        ):
-            found = item
-    return found
+def _gives_way(
+    ints: Ints, reals: Floats, order: npt.NDArray[np.int64], was_member: npt.NDArray[np.int64], low: int, best: int
+) -> int:
+    """The least used member, from place `low` of `order` on, that `best` may replace and that leaves it room; -1 for none."""
+    needed = ints[CONFIG, USED] + ints[SIZE, best] - ints[CONFIG, CAPACITY]
+    for i in range(low, len(order)):
+        member = order[i]
+        if not was_member[member] or not ints[RESIDENT, member]:
+            continue
+        if reals[COUNT, best] <= HYSTERESIS * reals[COUNT, member]:
+            return NOWHERE
+        if ints[SIZE, member] >= needed:
+            return int(member)
+    return NOWHERE

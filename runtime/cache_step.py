@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bel.runtime.cache_heap import heap_push, heap_remove
-from bel.runtime.cache_list import list_refresh
+from bel.runtime.cache_lru import serve_lru
 from bel.runtime.cache_repick import repick
 from bel.runtime.cache_rows import (
     AGE,
@@ -30,10 +30,10 @@ from bel.runtime.cache_rows import (
     KEEP_WHOLE,
     KIND,
     MISSED,
+    N_ITEMS,
     NUMBERS,
     OWN,
     PRIORITY,
-    RECENT,
     RESIDENT,
     SIZE,
     STAMP,
@@ -43,8 +43,8 @@ from bel.runtime.cache_rows import (
     Floats,
     Ints,
 )
-from bel.runtime.cache_victims import access_arc, access_s3fifo, access_slru, bag_remove, list_victim, random_victim
-from bel.runtime.compiled import compiled_if_possible
+from bel.runtime.cache_victims import access_arc, access_s3fifo, access_slru, bag_push, bag_remove, list_victim, random_victim
+from bel.runtime.compiled import compiled_if_possible, inlined_if_possible
 from bel.runtime.policies import ARC, BELADY, LFU_DECAY, LFU_FORGET, LFU_GHOST, LFUDA, LRU, RANDOM, REPICK, S3FIFO, SLRU, STATIC
 
 _ANY_CALL = -2
@@ -67,6 +67,8 @@ def serve(
     kind = ints[CONFIG, KIND]
     uploads, victims = repick(ints, reals) if kind == REPICK else (0, 0)
     ints[CONFIG, CALL] += 1
+    if kind == LRU:
+        return serve_lru(ints, ids, first, last, base, ticks)
     distinct, missed = _look_up(ints, reals, ids, first, last, base, ticks)
     if kind in (STATIC, REPICK):
         cut = _pass_through(ints, missed, victims)
@@ -79,7 +81,7 @@ def serve(
     return distinct, missed, victims, cut, uploads
 
 
-@compiled_if_possible
+@inlined_if_possible
 def _look_up(
     ints: Ints, reals: Floats, ids: npt.NDArray[np.uint16], first: int, last: int, base: int, ticks: bool
 ) -> tuple[int, int]:
@@ -87,6 +89,9 @@ def _look_up(
     kind, call = ints[CONFIG, KIND], ints[CONFIG, CALL]
     counts_rows = kind in (LFU_DECAY, LFUDA, REPICK)
     counts_calls = kind in (LFU_FORGET, LFU_GHOST)
+    is_set = kind in (STATIC, REPICK)
+    is_listed = kind in (SLRU, ARC, S3FIFO)
+    clock = ints[CONFIG, CLOCK]  # a local number: one in an array is written and read again at every access
     distinct = 0
     missed = 0
     for row in range(first, last):
@@ -104,18 +109,16 @@ def _look_up(
                 if not ints[RESIDENT, item]:
                     ints[MISSED, missed] = item
                     missed += 1
-                    if kind != STATIC and kind != REPICK:
+                    if not is_set:
                         ints[RESIDENT, item] = 1
                         ints[CONFIG, USED] += ints[SIZE, item]
                 elif kind == RANDOM:
                     bag_remove(ints, item)
-                elif kind != STATIC and kind != REPICK and ints[AT, item] >= 0:
+                elif not is_listed and ints[AT, item] >= 0:
                     heap_remove(ints, reals, item)
-            ints[CONFIG, CLOCK] += 1
-            ints[STAMP, item] = ints[CONFIG, CLOCK]
-            if kind == LRU:
-                list_refresh(ints, RECENT, item)
-            elif counts_rows:
+            clock += 1
+            ints[STAMP, item] = clock
+            if counts_rows:
                 reals[COUNT, item] += reals[NUMBERS, INCREMENT]
             elif counts_calls:
                 reals[COUNT, item] += is_first
@@ -125,6 +128,7 @@ def _look_up(
                 access_arc(ints, reals, item, is_first)
             elif kind == S3FIFO:
                 access_s3fifo(ints, reals, item, is_first)
+    ints[CONFIG, CLOCK] = clock
     return distinct, missed
 
 
@@ -135,15 +139,17 @@ def _forget(ints: Ints, reals: Floats) -> None:
     if reals[NUMBERS, INCREMENT] < _LARGE:
         return
     reals[NUMBERS, INCREMENT] *= _SMALLER
-    reals[COUNT, :] *= _SMALLER
+    n = ints[CONFIG, N_ITEMS]
+    for item in range(n):
+        reals[COUNT, item] *= _SMALLER
     if ints[CONFIG, KIND] != LFU_DECAY:
         return
-    reals[PRIORITY, :] *= _SMALLER
+    for item in range(n):
+        reals[PRIORITY, item] *= _SMALLER
     size = ints[CONFIG, HEAP_SIZE]
-    items = ints[HEAP, :size].copy()
     ints[CONFIG, HEAP_SIZE] = 0
-    for item in items:  # counts that became equal are in the order of their last use now
-        heap_push(ints, reals, item)
+    for place in range(size):  # counts that became equal are in the order of their last use now
+        heap_push(ints, reals, ints[HEAP, place])
 
 
 @compiled_if_possible
@@ -161,12 +167,12 @@ def _pass_through(ints: Ints, missed: int, victims: int) -> int:
     return cut
 
 
-@compiled_if_possible
+@inlined_if_possible
 def _evict(ints: Ints, reals: Floats, call: int, found: int) -> int:
     """Evict until the rest fits, sparing the items of `call`; they stand in `victims` from `found` on.  Returns their end."""
     kind = ints[CONFIG, KIND]
     while ints[CONFIG, USED] > ints[CONFIG, CAPACITY]:
-        if kind in (LRU, SLRU, ARC, S3FIFO):
+        if kind in (SLRU, ARC, S3FIFO):
             item = list_victim(ints, reals, call)
         elif ints[CONFIG, HEAP_SIZE] == 0:
             item = -1
@@ -188,18 +194,21 @@ def _evict(ints: Ints, reals: Floats, call: int, found: int) -> int:
     return found
 
 
-@compiled_if_possible
+@inlined_if_possible
 def _enter(ints: Ints, reals: Floats, distinct: int) -> None:
     """Let the call's items be evicted from now on, by the policies that keep them in the heap."""
     kind = ints[CONFIG, KIND]
-    if kind in (LRU, SLRU, ARC, S3FIFO):
+    if kind in (SLRU, ARC, S3FIFO):
         return
     for i in range(distinct):
         item = ints[OWN, i]
+        if kind == RANDOM:
+            bag_push(ints, item)
+            continue
         if kind == LFUDA:
             reals[PRIORITY, item] = reals[NUMBERS, AGE] + reals[COUNT, item] / reals[NUMBERS, INCREMENT]
         elif kind == BELADY:
             reals[PRIORITY, item] = -reals[COUNT, item]  # the caller's: the next call that uses the item
-        elif kind != RANDOM:
+        else:
             reals[PRIORITY, item] = reals[COUNT, item]
         heap_push(ints, reals, item)

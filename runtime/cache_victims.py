@@ -27,7 +27,6 @@ from bel.runtime.cache_rows import (
     PROBATION,
     PROTECTED,
     RANDOM_STATE,
-    RECENT,
     SIZE,
     SMALL,
     T1,
@@ -36,8 +35,8 @@ from bel.runtime.cache_rows import (
     Floats,
     Ints,
 )
-from bel.runtime.compiled import compiled_if_possible
-from bel.runtime.policies import ARC, LRU, SLRU
+from bel.runtime.compiled import compiled_if_possible, inlined_if_possible
+from bel.runtime.policies import ARC, SLRU
 
 PROTECTED_SHARE = 0.8  # of the capacity: segmented LRU
 SMALL_SHARE = 0.1  # of the capacity: S3-FIFO
@@ -83,6 +82,7 @@ def access_s3fifo(ints: Ints, reals: Floats, item: int, is_first: bool) -> None:
     was = ints[IN_LIST, item]
     if was == NOWHERE:
         list_push(ints, SMALL, item, False)
+        reals[COUNT, item] = 0  # it may have left the ghost queue with a use
     elif was == GHOST:
         list_refresh(ints, MAIN, item)
         reals[COUNT, item] = 0
@@ -90,15 +90,10 @@ def access_s3fifo(ints: Ints, reals: Floats, item: int, is_first: bool) -> None:
         reals[COUNT, item] = min(MAX_FREQUENCY, reals[COUNT, item] + 1)
 
 
-@compiled_if_possible
+@inlined_if_possible
 def list_victim(ints: Ints, reals: Floats, call: int) -> int:
     """The item that the policy gives up next, taken out of its list; none of `call`; -1 where there is none."""
     kind = ints[CONFIG, KIND]
-    if kind == LRU:
-        item = list_oldest(ints, RECENT, call)
-        if item >= 0:
-            list_remove(ints, item)
-        return item
     if kind == SLRU:
         item = list_oldest(ints, PROBATION, call)
         if item < 0:
@@ -158,6 +153,14 @@ def _victim_s3fifo(ints: Ints, reals: Floats, call: int) -> int:
     while ints[LIST_SIZE, GHOST] > (1 - SMALL_SHARE) * capacity and ints[LIST_SIZE, GHOST] > 0:
         list_remove(ints, list_oldest(ints, GHOST, -2))
     return item
+
+
+@compiled_if_possible
+def bag_push(ints: Ints, item: int) -> None:
+    """Put an item into the bag of those that may be drawn."""
+    place = ints[CONFIG, HEAP_SIZE]
+    ints[HEAP, place], ints[AT, item] = item, place
+    ints[CONFIG, HEAP_SIZE] += 1
 
 
 @compiled_if_possible
