@@ -1,14 +1,16 @@
 """What a cache of experts would have hit on recorded work: exact counts for each policy and budget.
 
-Every number comes from a pass that is exact at all sizes (`curves.py`, `belady.py`, counts of uses), none from a sample.  A
-trace is a run of its own that starts with an empty cache; a cache sees all calls, and those of the phase are counted.  The
+A trace is a run of its own that starts with an empty cache; a cache sees all calls, and those that count are counted.  The
 hits of several runs are added.  Sets are loaded before a run: one set serves all runs, hits first uses too, and a miss does
 not change it.  So a set may have more hits than Belady's bound, which is for caches that start empty.
+
+In a cache for each layer no policy that starts empty and loads what it misses has more hits than Belady, which must load all
+that a call uses.  A set that is chosen anew (repick) may have: misses pass it by, and it uploads ahead of use.  One cache for
+all layers holds experts of several sizes: there "farthest next use" is good, but not always the best that is possible.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,91 +18,79 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from bel.formats.errors import UsageError, printable
 from bel.formats.profile import Profile
 from bel.formats.trace import PHASES
-from bel.formats.trace_calls import LayerCalls, Trace
 from bel.formats.trace_header import TraceLayer
-from bel.profiler.belady import belady_hits
-from bel.profiler.curves import lru_curves
-from bel.profiler.locality import Counts, by_use
-from bel.profiler.slot_budgets import Budget
-from bel.profiler.static_sets import NOT_COUNTED, fold_counts, static_hits
+from bel.profiler.outcomes import Outcome, Setup, Wanted, outcome, sum_bytes
+from bel.profiler.replay import BELADY_POLICY
+from bel.profiler.slot_budgets import Budget, SharedBudget, has_sizes, item_sizes
+from bel.profiler.work import Work
+from bel.runtime.policies import POLICY_NAMES, parse_policy
+from bel.runtime.policies import Policy as CachePolicy
 
-LAYER_SCOPE = "layer"
-LRU, BELADY, ORACLE, STATIC = "lru", "belady", "static-oracle", "static:"
-POLICIES = f"{LRU}, {BELADY}, {ORACLE}, {STATIC}PROFILE.json"
-_NOT_BUILT = re.compile(r"random|lfu-forget|lfu-ghost|lfuda|lfu-decay(:.*)?|slru|arc|s3fifo|repick(:.*)?")
-
-Wanted = npt.NDArray[np.float64]
+LAYER_SCOPE, GLOBAL_SCOPE = "layer", "global"
+LRU, BELADY, ORACLE, STATIC, EARLIER = "lru", "belady", "static-oracle", "static:", "static"
+POLICIES = f"{BELADY}, {ORACLE}, {STATIC}PROFILE.json, {EARLIER} (with --held-out), {POLICY_NAMES.removeprefix('static, ')}"
+KNEE_SHARE = 0.9  # of the best hit rate among the budgets
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A policy as it was given; `profile` is the file behind `static:`, else None."""
+    """A policy as it was given."""
 
     name: str
 
     @property
     def profile(self) -> str | None:
-        """The path of the profile that a static set is made from."""
+        """The path of the profile behind `static:`."""
         return self.name[len(STATIC) :] if self.name.startswith(STATIC) else None
 
-
-@dataclass(frozen=True, slots=True)
-class LayerCounts:
-    """The counted accesses of one layer over all runs.  n = n_expert.
-
-    `uses` (n,) i64: the calls that use each expert, `accesses` in all.  `first_uses` (n,) i64: in how many runs the first
-    use of the expert is a counted one.  `lru_hits`, `belady_hits` (n + 1,) i64: with 0, 1, .. n slots.
-    """
-
-    uses: Counts
-    first_uses: Counts
-    lru_hits: Counts
-    belady_hits: Counts
+    @property
+    def is_set(self) -> bool:
+        """Whether it is a fixed set, loaded beforehand."""
+        return self.name in (ORACLE, EARLIER) or self.profile is not None
 
     @property
-    def accesses(self) -> int:
-        """Distinct experts of each counted call, summed."""
-        return int(self.uses.sum())
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What `phase` of all runs asks of a cache.  `tokens` are those of the layer that saw most, in each run."""
-
-    phase: str
-    tokens: int
-    layers: tuple[TraceLayer, ...]
-    counts: tuple[LayerCounts, ...]
+    def cache(self) -> CachePolicy:
+        """What the cache does.  Raises UsageError for an unknown policy."""
+        if self.is_set:
+            return parse_policy(EARLIER)
+        return BELADY_POLICY if self.name == BELADY else parse_policy(self.name)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One policy with one budget.
 
-    `slots_bytes` of all slots and `missed_bytes`, the misses at the size of an expert of their layer; both None where a
-    layer's size is not known.  `cold_misses` are misses at the first use of an expert in its run, of whatever phase.
+    `slots_by_layer` is None with one cache for all layers.  `slots_bytes`: all slots, or that cache's capacity; None where a
+    layer's size is not known.  `size` orders budgets: that, or the number of slots.
 
-    `regret` is (H_belady - H) / (H_belady - H_random), all with the same slots: 0 for Belady, 1 for a set drawn at random,
-    of which c / n_expert of the accesses are the exact expectation.  It is negative for a set that beats Belady, and None
-    where Belady has no more hits than the random set (which is loaded beforehand, so that near all slots it has more).
+    `regret` is (H_belady - H) / (H_belady - H_random), all with the same budget: 0 for Belady, 1 for a set drawn at random,
+    of which the resident share of the accesses is the exact expectation.  It is negative for a set that beats Belady, and
+    None where Belady has no more hits than the random set (which is loaded beforehand, so that near all slots it has more).
     """
 
     policy: str
     scope: str
     phase: str
-    slots_by_layer: dict[int, int]
+    slots_by_layer: dict[int, int] | None
     slots_bytes: int | None
     tokens: int
     accesses: int
-    hits: int
-    cold_misses: int
-    missed_bytes: int | None
+    found: Outcome
     regret: float | None
+
+    @property
+    def size(self) -> int:
+        """Larger for a larger budget of the same table."""
+        return sum((self.slots_by_layer or {}).values()) if self.slots_bytes is None else self.slots_bytes
+
+    @property
+    def hits(self) -> int:
+        """Accesses that found their expert resident."""
+        return self.found.hits
 
     @property
     def misses(self) -> int:
@@ -112,70 +102,57 @@ class Row:
         """Hits over accesses."""
         return self.hits / self.accesses if self.accesses else None
 
-    @property
-    def misses_per_token(self) -> float | None:
-        """Of all layers."""
-        return self.misses / self.tokens if self.tokens else None
-
-    @property
-    def missed_bytes_per_token(self) -> float | None:
-        """Of all layers: each miss is one read of an expert."""
-        return self.missed_bytes / self.tokens if self.tokens and self.missed_bytes is not None else None
+    def per_token(self, amount: float | None) -> float | None:
+        """An amount by the tokens; None where it is not known or there are none."""
+        return amount / self.tokens if self.tokens and amount is not None else None
 
 
 def parse_policies(text: str) -> tuple[Policy, ...]:
-    """`lru,static:code.json` as policies.  Raises UsageError for one that is unknown or not built yet."""
+    """`lru,static:code.json` as policies.  Raises UsageError for one that is unknown."""
     return tuple(_policy(name.strip()) for name in text.split(","))
 
 
 def _policy(name: str) -> Policy:
-    if name in (LRU, BELADY, ORACLE) or (name.startswith(STATIC) and name != STATIC):
-        return Policy(name)
-    cause = "is not built yet" if _NOT_BUILT.fullmatch(name) else "is not known"
-    raise UsageError(f"the policy '{printable(name)}' {cause}", hint=f"Supported: {POLICIES}")
-
-
-def count_work(traces: Sequence[Trace], layers: tuple[TraceLayer, ...], phase: str, *, threads: int = 2) -> Work:
-    """One pass over traces of one model whose layers are `layers`.  `phase` is a key of PHASES."""
-    phases = PHASES[phase]
-    runs = list(zip(*(t.layers for t in traces), strict=True))
-    with ThreadPoolExecutor(threads) as pool:
-        counts = tuple(pool.map(lambda calls: _count_layer(calls, phases), runs))
-    tokens = sum(max(int(c.rows_per_call[np.isin(c.phase, phases)].sum()) for c in t.layers) for t in traces)
-    return Work(phase, tokens, layers, counts)
-
-
-def _count_layer(runs: Sequence[LayerCalls], phases: tuple[int, ...]) -> LayerCounts:
-    counted = [np.isin(c.phase, phases) for c in runs]
-    folds = [np.where(is_counted, 0, NOT_COUNTED).astype(np.int8) for is_counted in counted]
-    curves = [lru_curves(c)[phase] for c in runs for phase in phases]
-    return LayerCounts(
-        uses=np.sum([fold_counts(c, f)[0] for c, f in zip(runs, folds, strict=True)], axis=0),
-        first_uses=np.sum([_first_uses(c, f) for c, f in zip(runs, counted, strict=True)], axis=0),
-        lru_hits=np.sum([c.hits for c in curves], axis=0),
-        belady_hits=np.sum([belady_hits(c, phases) for c in runs], axis=0),
-    )
-
-
-def _first_uses(calls: LayerCalls, is_counted: npt.NDArray[np.bool_]) -> Counts:
-    """(n_expert,): 1 where the first call that uses the expert is in `is_counted` (C,)."""
-    experts, first = np.unique(calls.ids, return_index=True)
-    call = np.searchsorted(calls.row_start, first // calls.info.top_k, side="right") - 1
-    answer = np.zeros(calls.info.n_expert, np.int64)
-    answer[experts] = is_counted[call]
-    return answer
+    try:
+        if name != STATIC:
+            _ = Policy(name).cache
+            return Policy(name)
+    except UsageError as error:
+        if ":" in name:  # a known one with a wrong number says which numbers are right
+            raise
+        raise UsageError(error.cause, hint=f"Policies: {POLICIES}") from None
+    raise UsageError(f"the policy '{printable(name)}' is not known", hint=f"Policies: {POLICIES}")
 
 
 def simulate(
-    work: Work, policies: Sequence[Policy], budgets: Sequence[Budget], profiles: dict[str, Profile]
+    work: Work,
+    policies: Sequence[Policy],
+    budgets: Sequence[Budget] | Sequence[SharedBudget],
+    profiles: dict[str, Profile],
+    setup: Setup | None = None,
+    *,
+    threads: int = 2,
 ) -> tuple[Row, ...]:
     """One row for each budget and policy.  `profiles` by the path in `static:PATH`, of the same model as the work.
 
     Raises UsageError for a profile that has no selections of the phase in a layer that is used.
     """
+    chosen = setup or Setup()
     wanted = [_wanted(policy, work, profiles) for policy in policies]
+    bound = Setup(keep_whole=chosen.keep_whole)
+    sizes: tuple[Budget | SharedBudget, ...] = tuple(budgets)
+    jobs = [(b, policy.cache, w, chosen) for b in sizes for policy, w in zip(policies, wanted, strict=True)]
+    jobs += [(b, BELADY_POLICY, None, bound) for b in sizes]
+    with ThreadPoolExecutor(threads) as pool:
+        if isinstance(sizes[0], SharedBudget) or chosen.host_bytes is not None:  # whole caches share the cores
+            found = list(pool.map(lambda job: outcome(work, job[1], job[2], job[0], job[3]), jobs))
+        else:
+            found = [outcome(work, policy, w, b, s, pool.map) for b, policy, w, s in jobs]
+    best = found[len(policies) * len(sizes) :]
     return tuple(
-        _row(work, policy, ranks, budget) for budget in budgets for policy, ranks in zip(policies, wanted, strict=True)
+        _row(work, policy, budget, found[number * len(policies) + i], best[number].hits)
+        for number, budget in enumerate(sizes)
+        for i, policy in enumerate(policies)
     )
 
 
@@ -183,6 +160,12 @@ def _wanted(policy: Policy, work: Work, profiles: dict[str, Profile]) -> list[Wa
     """For each layer how much each expert is wanted in a set; None where the policy keeps none."""
     if policy.name == ORACLE:
         return [c.uses.astype(np.float64) for c in work.counts]
+    if policy.name == EARLIER:
+        if work.held_out is None:
+            raise UsageError(
+                "static is a set made of the part before the held-out one", hint=f"Give --held-out, or {STATIC}PROFILE.json"
+            )
+        return [c.earlier_uses.astype(np.float64) for c in work.counts]
     if policy.profile is None:
         return None
     answer = []
@@ -192,7 +175,7 @@ def _wanted(policy: Policy, work: Work, profiles: dict[str, Profile]) -> list[Wa
             what = "selections" if work.phase == "all" else f"{work.phase} selections"
             cause = f"the profile has no {what} in layer {info.layer} to make a set from"
             raise UsageError(cause, path=policy.profile, hint="Use another --phase, or a profile of such work")
-        answer.append(shares)
+        answer.append(shares * info.top_k)  # uses per token, so that layers can be compared
     return answer
 
 
@@ -207,63 +190,88 @@ def _shares(profile: Profile, place: int, phase: str) -> Wanted:
     return mean
 
 
-def _row(work: Work, policy: Policy, wanted: list[Wanted] | None, budget: Budget) -> Row:
-    hits, cold = [], 0
-    for place, (counts, slots) in enumerate(zip(work.counts, budget.slots, strict=True)):
-        if wanted is None:
-            curve = counts.lru_hits if policy.name == LRU else counts.belady_hits
-            cold += int(counts.first_uses.sum())
-        else:
-            curve = static_hits(counts.uses, wanted[place])
-            cold += int(counts.first_uses[by_use(wanted[place])[slots:]].sum())
-        hits.append(int(curve[slots]))
-    accesses = [c.accesses for c in work.counts]
+def _row(work: Work, policy: Policy, budget: Budget | SharedBudget, found: Outcome, best_hits: int) -> Row:
     return Row(
         policy=policy.name,
-        scope=LAYER_SCOPE,
+        scope=GLOBAL_SCOPE if isinstance(budget, SharedBudget) else LAYER_SCOPE,
         phase=work.phase,
-        slots_by_layer={x.layer: slots for x, slots in zip(work.layers, budget.slots, strict=True)},
-        slots_bytes=_bytes(budget.slots, work.layers),
+        slots_by_layer=None if isinstance(budget, SharedBudget) else slots_by_layer(budget, work.layers),
+        slots_bytes=budget_bytes(budget, work.layers),
         tokens=work.tokens,
-        accesses=sum(accesses),
-        hits=sum(hits),
-        cold_misses=cold,
-        missed_bytes=_bytes([a - h for a, h in zip(accesses, hits, strict=True)], work.layers),
-        regret=_regret(work, budget, sum(hits)),
+        accesses=sum(c.accesses for c in work.counts),
+        found=found,
+        regret=_regret(work, budget, found.hits, best_hits),
     )
 
 
-def _bytes(experts: Sequence[int], layers: Sequence[TraceLayer]) -> int | None:
-    """The bytes of so many experts of each layer; None where a layer's size is not known."""
-    if any(x.expert_bytes is None for x in layers):
-        return None
-    return sum(count * (x.expert_bytes or 0) for count, x in zip(experts, layers, strict=True))
+def slots_by_layer(budget: Budget, layers: Sequence[TraceLayer]) -> dict[int, int]:
+    """Slots by the layer's number."""
+    return {x.layer: slots for x, slots in zip(layers, budget.slots, strict=True)}
 
 
-def _regret(work: Work, budget: Budget, hits: int) -> float | None:
-    layers = list(zip(work.counts, budget.slots, work.layers, strict=True))
-    best = sum(int(c.belady_hits[slots]) for c, slots, _ in layers)
-    drawn = sum((Fraction(c.accesses * slots, x.n_expert) for c, slots, x in layers), Fraction(0))
+def budget_bytes(budget: Budget | SharedBudget, layers: Sequence[TraceLayer]) -> int | None:
+    """The bytes of a budget; None where a layer's size is not known."""
+    if isinstance(budget, SharedBudget):
+        return budget.capacity if has_sizes(layers) else None
+    return sum_bytes(budget.slots, layers)
+
+
+def _regret(work: Work, budget: Budget | SharedBudget, hits: int, best: int) -> float | None:
+    if isinstance(budget, SharedBudget):
+        total = sum(x.n_expert * size for x, size in zip(work.layers, item_sizes(work.layers), strict=True))
+        drawn = Fraction(sum(c.accesses for c in work.counts) * budget.capacity, total)
+    else:
+        layers = zip(work.counts, budget.slots, work.layers, strict=True)
+        drawn = sum((Fraction(c.accesses * slots, x.n_expert) for c, slots, x in layers), Fraction(0))
     return float((best - hits) / (best - drawn)) if best > drawn else None
 
 
+def knees(rows: Sequence[Row]) -> dict[str, Row]:
+    """For each policy the smallest budget whose hit rate is within 10 % of its best one; none where nothing was accessed."""
+    answer: dict[str, Row] = {}
+    for policy in dict.fromkeys(row.policy for row in rows):
+        own = [row for row in rows if row.policy == policy and row.hit_rate is not None]
+        best = max((row.hits for row in own), default=0)
+        enough = [row for row in own if row.hits >= KNEE_SHARE * best]
+        if enough:
+            answer[policy] = min(enough, key=lambda row: row.size)
+    return answer
+
+
 def rows_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Rows as they are printed with `--json`.  No link but NVMe and no clock is modelled yet: those are None."""
+    """Rows as they are printed with `--json`.  A link that is not simulated and a time that is not priced are None."""
     return [
         {
             "policy": r.policy,
             "scope": r.scope,
-            "slots_by_layer": {str(layer): slots for layer, slots in r.slots_by_layer.items()},
+            "slots_by_layer": _keyed(r.slots_by_layer),
             "bytes": r.slots_bytes,
             "phase": r.phase,
             "accesses": r.accesses,
             "hits": r.hits,
             "misses": r.misses,
-            "cold_misses": r.cold_misses,
+            "cold_misses": r.found.cold,
+            "uploads": r.found.uploads,
             "hit_rate": r.hit_rate,
-            "bytes_per_token": {"nvme": r.missed_bytes_per_token, "h2d": None, "d2h": None},
+            "bytes_per_token": {
+                "nvme": r.per_token(r.found.nvme_bytes),
+                "h2d": r.per_token(r.found.h2d_bytes),
+                "d2h": r.per_token(r.found.d2h_bytes),
+            },
             "regret": r.regret,
-            "seconds_per_token": None,
+            "seconds_per_token": r.per_token(r.found.seconds),
         }
         for r in rows
     ]
+
+
+def knees_json(rows: Sequence[Row]) -> dict[str, Any]:
+    """The knee of each policy, with its budget and hit rate."""
+    return {
+        policy: {"slots_by_layer": _keyed(r.slots_by_layer), "bytes": r.slots_bytes, "hit_rate": r.hit_rate}
+        for policy, r in knees(rows).items()
+    }
+
+
+def _keyed(slots: dict[int, int] | None) -> dict[str, int] | None:
+    return None if slots is None else {str(layer): n for layer, n in slots.items()}

@@ -14,13 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bel.formats.console import run_command
+from bel.formats.errors import UsageError
 from bel.formats.trace import DECODE, PROMPT, TraceWriter
 from bel.formats.trace_calls import read_trace
 from bel.formats.trace_header import TraceHeader, TraceLayer
+from bel.profiler import simulate_cli
 from bel.profiler.cli import NAME, main_group
+from bel.profiler.clock import KINDS, make_clock
 from bel.profiler.curves import lru_curves
-from bel.profiler.simulate import BELADY, LRU, ORACLE, Policy, Row, count_work, rows_json, simulate
-from bel.profiler.slot_budgets import Budget
+from bel.profiler.outcomes import Outcome, Setup, outcome, shared_set
+from bel.profiler.simulate import BELADY, LRU, ORACLE, Policy, Row, knees, rows_json, simulate
+from bel.profiler.slot_budgets import Budget, SharedBudget
+from bel.profiler.tier_caches import HOST_TIERS
+from bel.profiler.work import Work, count_work
 from routes import write_trace
 
 PHASES = {"decode": {DECODE}, "prompt": {PROMPT}, "all": {PROMPT, DECODE}}
@@ -34,6 +40,7 @@ ROW_KEYS = [
     "hits",
     "misses",
     "cold_misses",
+    "uploads",
     "hit_rate",
     "bytes_per_token",
     "regret",
@@ -79,7 +86,7 @@ def rows_of(answer: tuple[int, str, str]) -> list[dict[str, Any]]:
     status, out, err = answer
     assert (status, out.count("\n")) == (0, 1), err
     got = json.loads(out, parse_constant=pytest.fail)
-    assert list(got) == ["rows"]
+    assert list(got) == ["rows", "knees"]
     rows: list[dict[str, Any]] = got["rows"]
     return rows
 
@@ -135,7 +142,7 @@ def test_lru_is_a_replay_of_each_run_and_layer(runs: list[Calls], phase: str) ->
     budgets = [Budget((a, b)) for a in range(6) for b in range(5)]
     for row, budget in zip(simulate(work, [Policy(LRU)], budgets, {}), budgets, strict=True):
         parts = [replay_lru(calls, at, budget.slots[at], PHASES[phase]) for calls in runs for at in (0, 1)]
-        assert (row.accesses, row.hits, row.cold_misses) == tuple(map(sum, zip(*parts, strict=True)))
+        assert (row.accesses, row.hits, row.found.cold) == tuple(map(sum, zip(*parts, strict=True)))
         assert row.slots_by_layer == dict(zip((3, 7), budget.slots, strict=True))
     tokens = [max(sum(len(rows) for p, at, rows in c if at == x and p in PHASES[phase]) for x in (0, 1)) for c in runs]
     assert work.tokens == sum(tokens)
@@ -158,8 +165,8 @@ def test_the_oracle_is_the_best_of_all_sets_and_belady_the_bound_of_lru(calls: C
             most += max(replay_set(calls, place, s, PHASES[phase])[0] for s in fitting)
         assert oracle.hits == most
         assert lru.hits <= best.hits <= best.accesses - cold
-        assert lru.cold_misses == best.cold_misses == cold
-        assert oracle.cold_misses <= min(oracle.misses, cold)
+        assert lru.found.cold == best.found.cold == cold
+        assert oracle.found.cold <= min(oracle.misses, cold)
 
 
 def test_a_cycle_shows_the_gap_between_policies(ran: Any, tmp_path: Path) -> None:
@@ -186,14 +193,14 @@ def test_regret_by_hand() -> None:
     work = count_work([trace], one, "decode")
     empty, half, full = (Budget((n,)) for n in (0, 1, 2))
     rows = simulate(work, [Policy(BELADY), Policy(LRU), Policy(ORACLE)], [half], {})
-    assert [(r.hits, r.cold_misses, r.regret) for r in rows] == [(4, 2, 0.0), (4, 2, 0.0), (4, 1, 0.0)]
-    assert [r.missed_bytes_per_token for r in rows] == [200 / 6] * 3
+    assert [(r.hits, r.found.cold, r.regret) for r in rows] == [(4, 2, 0.0), (4, 2, 0.0), (4, 1, 0.0)]
+    assert [r.per_token(r.found.nvme_bytes) for r in rows] == [200 / 6] * 3
     assert [r.slots_bytes for r in rows] == [100] * 3
     (nothing,) = simulate(work, [Policy(LRU)], [empty], {})
-    assert (nothing.hits, nothing.misses, nothing.cold_misses, nothing.regret) == (0, 6, 2, None)
+    assert (nothing.hits, nothing.misses, nothing.found.cold, nothing.regret) == (0, 6, 2, None)
     # The random set of all experts is loaded beforehand and has more hits than Belady, whose cache starts empty.
     best, whole = simulate(work, [Policy(BELADY), Policy(ORACLE)], [full], {})
-    assert (best.hits, best.regret, whole.hits, whole.cold_misses, whole.regret) == (4, None, 6, 0, None)
+    assert (best.hits, best.regret, whole.hits, whole.found.cold, whole.regret) == (4, None, 6, 0, None)
 
 
 def counts_profile(ran_folder: Path, layers: dict[str, list[int]], name: str = "set", **changes: Any) -> str:
@@ -275,16 +282,17 @@ def test_fractions_are_rounded_down_exactly(ran: Any, tmp_path: Path) -> None:
     assert [r["policy"] for r in rows[:3]] == ["static-oracle", "lru", "belady"]
 
 
-def test_bytes_are_shared_equally_and_never_below_top_k(ran: Any, tmp_path: Path) -> None:
+def test_bytes_are_shared_equally_and_few_of_them_are_told(ran: Any, tmp_path: Path) -> None:
     trace_of(tmp_path / "x.trace", [(DECODE, 0, [[0, 1]]), (DECODE, 1, [[0, 1]]), (DECODE, 1, [[2, 3]])])
     answer = ran("x.trace", "--policy", "lru", "--bytes", 7999, "--json")
     (row,) = rows_of(answer)
     assert (row["slots_by_layer"], row["bytes"]) == ({"3": 3, "7": 4}, 3 * 1000 + 4 * 10)
     assert "clamped to the 4 experts of layer 7" in answer[2]
     assert row["bytes_per_token"] == {"nvme": (2 * 1000 + 4 * 10) / 2, "h2d": None, "d2h": None}
-    status, out, err = ran("x.trace", "--policy", "lru", "--bytes", 3999, "--json")
-    assert (status, out) == (2, "")
-    assert "The smallest --bytes that works is 4000" in err
+    answer = ran("x.trace", "--policy", "lru", "--bytes", "3999, 18", "--json")
+    assert [r["slots_by_layer"] for r in rows_of(answer)] == [{"3": 1, "7": 4}, {"3": 0, "7": 0}]
+    told = "bel-profile: --bytes {} fewer slots than the 2 experts that a token uses; from 4000 bytes on none has"
+    assert answer[2].splitlines() == [told.format("3999 gives layer 3"), told.format("18 gives layers 3, 7")]
     assert rows_of(ran("x.trace", "--policy", "lru", "--bytes", 4000, "--json"))[0]["slots_by_layer"] == {"3": 2, "7": 4}
 
 
@@ -313,19 +321,23 @@ def test_work_without_tokens_has_no_rates(ran: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--policy", "random"], ["'random' is not built yet", "static-oracle"]),
-        (["--policy", "lru,lfu-decay:0.98"], ["'lfu-decay:0.98' is not built yet", "belady"]),
-        (["--policy", "repick:500"], ["'repick:500' is not built yet"]),
-        (["--policy", "LRU"], ["'LRU' is not known", "lru, belady"]),
+        (["--policy", "lfu"], ["'lfu' is not known", "lfu-ghost", "static-oracle"]),
+        (["--policy", "lru,lfu-decay:2"], ["'lfu-decay:2'", "Write lfu-decay:0.98"]),
+        (["--policy", "repick:0"], ["'repick:0'", "Write repick:500"]),
+        (["--policy", "static"], ["static is a set made of the part before the held-out one", "Give --held-out"]),
+        (["--policy", "LRU"], ["'LRU' is not known", "lru, "]),
         (["--policy", ""], ["'' is not known"]),
         (["--policy", "lru,"], ["'' is not known"]),
         (["--policy", "static:"], ["'static:' is not known", "static:PROFILE.json"]),
-        (["--scope", "global"], ["--scope global is not built yet", "--scope layer"]),
-        (["--host-bytes", "8G"], ["--host-bytes is not built yet", "Supported"]),
-        (["--host-tier", "inclusive"], ["--host-tier is not built yet"]),
-        (["--on-miss", "cpu"], ["--on-miss is not built yet"]),
-        (["--held-out", "0.5"], ["--held-out is not built yet"]),
-        (["--costs", "costs.json"], ["--costs is not built yet"]),
+        (["--scope", "both"], ["--scope"]),
+        (["--scope", "global", "--bytes", "8G"], ["no input knows those of layer 0", "Use --slots or --fraction"]),
+        (["--host-tier", "inclusive"], ["--host-tier needs a RAM tier", "--host-bytes"]),
+        (["--on-miss", "cpu"], ["--on-miss needs a RAM tier"]),
+        (["--host-bytes", "8G"], ["needs the bytes of an expert"]),
+        (["--held-out", "1"], ["--held-out"]),
+        (["--held-out", "0"], ["--held-out"]),
+        (["--clock", "demand"], ["--clock prices misses", "--costs"]),
+        (["--costs", "gone.json", "--phase", "all"], ["--phase decode"]),
         (["--slots", "4", "--bytes", "8G"], ["--slots and --bytes exclude each other"]),
         (["--slots", "-1"], ["'-1' is not a number of slots"]),
         (["--slots", "2,"], ["'' is not a number of slots"]),
@@ -365,7 +377,7 @@ def test_the_table(ran: Any, tmp_path: Path) -> None:
     rows = rows_of(ran("x.trace", "--policy", "lru,belady", "--slots", "4,8", "--json"))
     lines = out.splitlines()
     assert lines[0] == f"{rows[0]['accesses']} accesses of 30 decode tokens in 1 trace"
-    assert len({len(line) for line in lines[1:6]}) == 1, "columns stand below each other"
+    assert len({len(line.removesuffix("  knee")) for line in lines[1:6]}) == 1, "columns stand below each other"
     for line, row in zip(lines[2:6], rows, strict=True):
         slots = str(row["slots_by_layer"]["0"])
         shown = [row["policy"], slots, f"{100 * row['hit_rate']:.1f} %", f"{row['misses'] / 30:.2f}", f"{row['regret']:.2f}"]
@@ -373,7 +385,200 @@ def test_the_table(ran: Any, tmp_path: Path) -> None:
 
 
 def test_rows_are_json_without_a_command() -> None:
-    row = Row("lru", "layer", "decode", {0: 1}, 10, 4, 8, 2, 1, 60, 0.5)
+    row = Row("lru", "layer", "decode", {0: 1}, 10, 4, 8, Outcome(2, 1, 0, 60), 0.5)
     (got,) = rows_json([row])
     assert list(got) == ROW_KEYS
     assert (got["misses"], got["hit_rate"], got["bytes_per_token"]["nvme"]) == (6, 0.25, 15.0)
+
+
+EVERY = "lru,random,lfu-forget,lfu-ghost,lfu-decay:0.98,lfuda,slru,arc,s3fifo,repick:4,static-oracle,belady"
+
+
+@pytest.mark.parametrize("scope", ["layer", "global"])
+def test_every_policy_in_both_scopes(ran: Any, tmp_path: Path, scope: str) -> None:
+    layers = (TraceLayer(0, 16, 2, 1000), TraceLayer(1, 12, 3, 700))
+    write_trace(tmp_path / "x.trace", "chat", [(20, 60)], layers=layers)
+    answer = ran("x.trace", "--policy", EVERY, "--fraction", "0,0.5,1", "--scope", scope, "--json")
+    rows, got = rows_of(answer), json.loads(answer[1])
+    assert [r["policy"] for r in rows] == EVERY.split(",") * 3
+    for r in rows:
+        assert (r["accesses"], r["hits"] + r["misses"]) == (300, 300)
+        assert r["cold_misses"] <= r["misses"]
+        assert r["bytes_per_token"]["nvme"] * 60 >= 700 * r["misses"] - 1e-6
+        assert (r["uploads"] == 0) or r["policy"] == "repick:4"
+        assert r["slots_by_layer"] is None or scope == "layer"
+        assert (r["regret"] is None) == (r["bytes"] in (0, 24400)), "with no slots and with all, random is as good as Belady"
+    assert {r["hits"] for r in rows[:12]} == {0}
+    assert rows[10 + 12]["hits"] > rows[1 + 12]["hits"]
+    assert [r["bytes"] for r in rows[::12]] == ([0, 8 * 1000 + 6 * 700, 24400] if scope == "layer" else [0, 12200, 24400])
+    assert [(r["misses"], r["cold_misses"]) for r in rows[24 + 10 : 24 + 11]] == [(0, 0)], "all are in the set"
+    assert len({(r["misses"], r["cold_misses"]) for r in rows[24:] if r["policy"] != "static-oracle"}) == 1
+    for policy, knee in got["knees"].items():
+        own = [r for r in rows if r["policy"] == policy]
+        enough = [r for r in own if r["hit_rate"] >= 0.9 * max(x["hit_rate"] for x in own)]
+        assert knee == {key: min(enough, key=lambda r: r["bytes"])[key] for key in ("slots_by_layer", "bytes", "hit_rate")}
+    status, out, _ = ran("x.trace", "--policy", EVERY, "--fraction", "0,0.5,1", "--scope", scope)
+    assert status == 0
+    lines = out.splitlines()
+    assert sum(line.endswith("  knee") for line in lines) == 12
+    assert any(line.startswith("knee: ") for line in lines) and any(line.startswith("repick: ") for line in lines)
+
+
+def test_one_cache_for_all_layers_without_sizes_counts_experts(ran: Any, tmp_path: Path) -> None:
+    layers = (TraceLayer(0, 4, 2, None), TraceLayer(1, 6, 2, 5))
+    trace_of(tmp_path / "x.trace", [(DECODE, at, [[0, 1]]) for at in (0, 1) * 4], layers)
+    answer = ran("x.trace", "--scope", "global", "--policy", "lru", "--slots", "1,2,5", "--json")
+    rows = rows_of(answer)
+    assert [(r["hits"], r["bytes"], r["slots_by_layer"]) for r in rows] == [(0, None, None), (12, None, None), (12, None, None)]
+    assert "one token uses 4 experts: a global LRU below that hits nothing" in answer[2]
+    assert "--slots 5 is more than there are: clamped to the 4 experts of layer 0" in answer[2]
+
+
+@settings(max_examples=40)
+@given(st.lists(mixed_calls(), min_size=1, max_size=2), st.sampled_from(sorted(PHASES)), st.integers(0, 5), st.integers(0, 4))
+def test_passes_for_all_capacities_agree_with_the_replay(runs: list[Calls], phase: str, a: int, b: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        traces = [read_trace(trace_of(Path(folder, f"{i}"), calls)) for i, calls in enumerate(runs)]
+    work = count_work(traces, LAYERS, phase)
+    free = Setup(clock=make_clock("blocking", [0.0, 0.0], 1.0))
+    wanted = [np.arange(5, 0, -1.0), np.array([0.0, 2.0, 1.0, 0.0])]
+    for policy, ranks in ((Policy(LRU), None), (Policy(BELADY), None), (Policy(ORACLE), wanted)):
+        fast = outcome(work, policy.cache, ranks, Budget((a, b)), Setup())
+        slow = outcome(work, policy.cache, ranks, Budget((a, b)), free)
+        parts = [(x.hits, x.cold, x.uploads, x.nvme_bytes) for x in (fast, slow)]
+        assert parts[0] == parts[1]
+        assert slow.seconds == sum(c.accesses for c in work.counts) - slow.hits, "a second for each miss"
+
+
+def test_seconds_by_hand(ran: Any, tmp_path: Path) -> None:
+    """Two layers of 1 ms; an expert of 1000 bytes takes 1 ms from the disk.  Misses of the steps: 2 and 2, 1 and 0, 0 and 0."""
+    layers = (TraceLayer(0, 4, 2, 1000), TraceLayer(1, 4, 2, 1000))
+    calls = [([0, 1], [0, 1]), ([0, 2], [0, 1]), ([0, 2], [1, 0])]
+    header = TraceHeader("tiny", "qwen3moe", "f1", layers, "chat", has_times=True)
+    with TraceWriter(tmp_path / "x.trace", header, sync=False) as writer:
+        for step, ids in enumerate(calls):
+            for layer, row in enumerate(ids):
+                rows = np.array([row], np.uint16)
+                writer.append(phase=DECODE, ubatch=step, layer=layer, tokens=np.array([step]), ids=rows, time_ns=1_000_000)
+    machine = {"machine": "a test", "memory_bytes_per_s": 1e9, "cpu_expert_seconds": None, "h2d_bytes_per_s": None}
+    machine |= {"format": "bel-costs", "version": 1, "block_bytes": 1000, "nvme_bytes_per_s": 1e6, "nvme_depths": {"1": 1e6}}
+    costs = {**machine, "d2h_bytes_per_s": None, "layer_seconds": None}
+    (tmp_path / "costs.json").write_text(json.dumps(costs))
+    arguments = ("x.trace", "--policy", "lru,static-oracle", "--slots", "3", "--costs", "costs.json")
+    for clock, stall_ms in (("blocking", 5), ("demand", 2), ("arrival", 2 + 1 + 1)):
+        lru, oracle = rows_of(ran(*arguments, "--clock", clock, "--json"))
+        assert lru["seconds_per_token"] == pytest.approx((6 + stall_ms) * 1e-3 / 3), clock
+        assert oracle["seconds_per_token"] == pytest.approx(6e-3 / 3), "all that is used is in the set"
+    status, out, err = ran(*arguments)
+    assert (status, err) == (0, "")
+    assert "ms/token" in out and " 2.67 " in out and "by the clock demand" in out
+    costs["layer_seconds"] = {"0": 0.001}
+    (tmp_path / "costs.json").write_text(json.dumps(costs))
+    status, out, err = ran(*arguments, "--json")
+    assert (status, out) == (2, "")
+    assert "the costs have none of layer 1" in err
+    trace_of(tmp_path / "y.trace", CYCLE, (TraceLayer(0, 4, 2, 9),))
+    (tmp_path / "costs.json").write_text(json.dumps({**costs, "layer_seconds": None}))
+    assert "the traces have none of layer 0. Record with --timing" in ran("y.trace", "--costs", "costs.json")[2]
+
+
+def test_a_part_is_held_out(ran: Any, tmp_path: Path) -> None:
+    """The first half uses 0 and 1, the second 2 and 3 and at last 0: a set of the first half is right once."""
+    calls = steps([0, 1], [0, 1], [0, 1], [2, 3], [2, 3], [2, 0])
+    trace_of(tmp_path / "x.trace", calls, FOUR)
+    answer = ran("x.trace", "--policy", "static,static-oracle,lru,belady", "--slots", "2", "--held-out", "0.5", "--json")
+    rows = rows_of(answer)
+    assert [(r["hits"], r["accesses"], r["cold_misses"]) for r in rows] == [(1, 6, 2), (5, 6, 0), (3, 6, 2), (3, 6, 2)]
+    assert "held out between token halves" in ran("x.trace", "--policy", "lru", "--held-out", "0.5")[1]
+    third = rows_of(ran("x.trace", "--policy", "static,lru", "--slots", "2", "--held-out", "0.17", "--json"))
+    assert [(r["hits"], r["accesses"]) for r in third] == [(1, 2), (1, 2)], "of equal counts the lower id is in the set"
+    trace_of(tmp_path / "b.trace", steps([1, 2]), FOUR)
+    rows = rows_of(ran("x.trace", "b.trace", "--policy", "static,lru", "--slots", "2", "--held-out", "0.5", "--json"))
+    assert [(r["hits"], r["accesses"], r["cold_misses"]) for r in rows] == [(1, 2, 1), (0, 2, 2)], "runs are kept whole"
+    trace_of(tmp_path / "one.trace", steps([1, 2]), FOUR)
+    status, out, err = ran("one.trace", "--policy", "lru", "--held-out", "0.5", "--json")
+    assert (status, out) == (2, "")
+    assert "there are not two calls to part the work between" in err
+
+
+@settings(max_examples=60)
+@given(st.lists(mixed_calls(), min_size=1, max_size=3), st.floats(0.05, 0.95), st.sampled_from(sorted(PHASES)))
+def test_held_out_parts_are_whole_and_the_same_in_all_layers(runs: list[Calls], share: float, phase: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        traces = [read_trace(trace_of(Path(folder, f"{i}"), calls)) for i, calls in enumerate(runs)]
+    everything = count_work(traces, LAYERS, phase)
+    try:
+        work = count_work(traces, LAYERS, phase, held_out=share)
+    except UsageError as error:
+        assert "--held-out" in str(error)
+        rows = [[[len(r) for p, at, r in c if p in PHASES[phase] and at == x] for x in (0, 1)] for c in runs]
+        assert sum(len(max(layers, key=lambda calls: (sum(calls), len(calls)))) for layers in rows) < 2
+        return
+    for place in (0, 1):
+        whole, part = everything.counts[place], work.counts[place]
+        assert (part.uses + part.earlier_uses).tolist() == whole.uses.tolist()
+        marks = [
+            (number, int(u), bool(m))
+            for number, (run, masks) in enumerate(zip(work.runs, work.counted, strict=True))
+            for u, m, p in zip(run[place].ubatch, masks[place], run[place].phase, strict=True)
+            if p in PHASES[phase]
+        ]
+        assert [m for *_, m in sorted(marks)] == sorted(m for *_, m in marks), "first the others, then those that count"
+    assert 0 < sum(c.accesses for c in work.counts) < sum(c.accesses for c in everything.counts)
+
+
+def test_a_set_for_all_layers_takes_the_most_uses_per_byte() -> None:
+    layers = (TraceLayer(0, 2, 1, 10), TraceLayer(1, 2, 1, 4))
+    wanted = [np.array([30.0, 9.0]), np.array([8.0, 1.0])]
+    assert shared_set(wanted, layers, 14) == [0, 2]
+    assert shared_set(wanted, layers, 13) == [0]
+    assert shared_set(wanted, layers, 9) == [2, 3], "what does not fit is passed over"
+    assert shared_set(wanted, layers, 100) == [0, 2, 1, 3]
+
+
+def test_the_cache_may_have_a_ram_behind_it(ran: Any, tmp_path: Path) -> None:
+    write_trace(tmp_path / "x.trace", "chat", [(20, 60)])
+    nothing, some = (
+        rows_of(ran("x.trace", "--policy", "lru", "--slots", "4", *more, "--json"))[0]
+        for more in ((), ("--host-bytes", "8000"))
+    )
+    assert some["hits"] == nothing["hits"], "what VRAM holds is the same"
+    assert some["bytes_per_token"]["nvme"] < nothing["bytes_per_token"]["nvme"]
+    assert some["bytes_per_token"]["h2d"] == nothing["bytes_per_token"]["nvme"]
+    modes = [("inclusive", "load", "lru"), ("copy-on-read", "load", "lru"), ("exclusive", "cpu", "static-oracle")]
+    for tier, on_miss, policy in modes:
+        arguments = ("--policy", policy, "--slots", "4", "--host-bytes", "8k", "--host-tier", tier, "--on-miss", on_miss)
+        status, out, err = ran("x.trace", *arguments)
+        assert (status, err) == (0, "")
+        assert all(word in out for word in ("NVMe", "to VRAM", "to RAM"))
+    assert ran("x.trace", "--policy", "lru", "--host-bytes", "8k", "--on-miss", "cpu")[0] == 2
+
+
+def test_large_calls_are_cut_or_kept(ran: Any, tmp_path: Path) -> None:
+    trace_of(tmp_path / "x.trace", [(DECODE, 0, [[0, 1], [2, 3]])] * 4, FOUR)
+    arguments = ("x.trace", "--policy", "lru,belady", "--slots", "1", "--json")
+    assert [r["hits"] for r in rows_of(ran(*arguments))] == [3, 3]
+    assert [r["hits"] for r in rows_of(ran(*arguments, "--oversized", "keep"))] == [12, 12]
+
+
+def test_knees_are_the_smallest_budgets_that_are_nearly_best() -> None:
+    def row(policy: str, slots: int, hits: int, accesses: int = 100) -> Row:
+        return Row(policy, "layer", "decode", {0: slots}, None, 10, accesses, Outcome(hits, 0, 0, None), None)
+
+    rows = [row("a", 3, 100), row("a", 2, 90), row("a", 1, 89), row("b", 1, 0), row("b", 2, 0), row("c", 1, 0, 0)]
+    assert {name: r.size for name, r in knees(rows).items()} == {"a": 2, "b": 1}
+
+
+def test_a_shared_budget_serves_the_layers_in_the_order_of_the_run() -> None:
+    """With room for one expert, layer 7 pushes out what layer 3 uses, and is pushed out."""
+    with tempfile.TemporaryDirectory() as folder:
+        calls: Calls = [(DECODE, 1, [[0]]), (DECODE, 1, [[0]]), (DECODE, 0, [[0]]), (DECODE, 1, [[0]])]
+        layers = (TraceLayer(3, 2, 1, 10), TraceLayer(7, 2, 1, 10))
+        work: Work = count_work([read_trace(trace_of(Path(folder, "x"), calls, layers))], layers, "decode")
+    (row,) = simulate(work, [Policy(LRU)], [SharedBudget(10)], {})
+    assert (row.hits, row.misses, row.found.cold, row.found.nvme_bytes) == (1, 3, 2, 30)
+
+
+def test_the_command_offers_what_there_is() -> None:
+    """The command names choices by itself, so that --help need not load the simulator."""
+    assert (KINDS, tuple(HOST_TIERS)) == (simulate_cli.CLOCKS, simulate_cli.HOST_TIERS)
