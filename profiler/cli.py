@@ -13,10 +13,13 @@ from bel.formats.console import SETTINGS, F, Progress, json_option, print_json, 
 from bel.formats.console import TOKENS as TOKEN_UNIT
 from bel.formats.errors import UsageError
 from bel.formats.profile import TOKENS, WEIGHTINGS, Profile, frequency_by_layer
-from bel.formats.profile_json import check_workload_name, encode_profile
+from bel.formats.profile_json import FORMAT, check_workload_name, encode_profile
 from bel.formats.staging import replace_file, staged_file
 from bel.formats.units import format_bytes
+from bel.profiler.bandwidth_cli import bandwidth_command
+from bel.profiler.fit_cli import fit_command
 from bel.profiler.output import check_inputs, check_output
+from bel.profiler.plan_cli import plan_command
 from bel.profiler.report_cli import report_command
 from bel.profiler.simulate_cli import simulate_command
 
@@ -57,6 +60,9 @@ def main_group() -> None:
       bel-profile summarize code.trace -o code.json
       bel-profile report code.trace chat.trace --html report.html
       bel-profile simulate code.trace --policy lru,belady --fraction 0.25,0.5
+      bel-profile plan merged.json --model model.bel --slots-bytes 8G -o plan.json
+      bel-profile bandwidth model.bel                  writes costs.json
+      bel-profile fit model.gguf --vram 12G --ram 16G
     """
 
 
@@ -144,7 +150,7 @@ def import_file(file: Path, kind: str, workload: str | None, output: Path, force
     """
     label = _workload(workload, output)
     check_inputs([file])
-    check_output(output, [file], force=force, may_replace_profile=kind == "counts-json")
+    check_output(output, [file], force=force, replaces=FORMAT if kind == "counts-json" else "")
     if kind == "counts-json":
         from bel.profiler.importers_counts import read_counts_json
 
@@ -224,7 +230,7 @@ def record(
       bel-profile record model.gguf -f prompts/code --workload code -o code.json
       bel-profile record model.gguf -p "Write a poem" -n 100 -o poem.json --trace poem.trace
     """
-    from bel.profiler.prompts import read_prompts
+    from bel.runtime.prompts import read_prompts
     from bel.profiler.record import record as run
     from bel.profiler.recording import RecordRequest
     from bel.profiler.summarize import summarize as summarize_traces
@@ -234,7 +240,7 @@ def record(
     if trace.absolute() == output.absolute():
         raise UsageError("the trace and the profile have one name", path=str(output), hint="Use -o NAME.json")
     check_output(output, [model, *files], force=force)
-    check_output(trace, [model, *files], force=force, may_replace_profile=False)
+    check_output(trace, [model, *files], force=force, replaces="")
     request = RecordRequest(
         model=model,
         trace=trace,
@@ -329,7 +335,10 @@ def _report(title: str, output: Path, profile: Profile, *, as_json: bool, extra:
     print_table(title, rows)
 
 
+main_group.add_command(plan_command)
 main_group.add_command(report_command)
+main_group.add_command(bandwidth_command)
+main_group.add_command(fit_command)
 main_group.add_command(simulate_command)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from bel.formats.errors import BadInputError, UsageError
-from bel.formats.profile_json import FORMAT
+from bel.formats.profile_json import FORMAT as PROFILE
 
 _HEAD_BYTES = 256
 
@@ -25,10 +25,10 @@ def check_inputs(paths: Iterable[Path]) -> None:
             raise UsageError(f"the file is named twice, also as {first}: it would count twice", path=str(path))
 
 
-def check_output(path: Path, inputs: Iterable[Path], *, force: bool, may_replace_profile: bool = True) -> None:
+def check_output(path: Path, inputs: Iterable[Path], *, force: bool, replaces: str = PROFILE) -> None:
     """Raises UsageError where writing `path` would change an input, or lose a file that cannot be made again with a command.
 
-    A profile is replaced without asking where `may_replace_profile` is true: it comes from traces and other profiles.
+    A JSON file of the format `replaces` is replaced without asking: it can be made again.  '' for none.
     """
     if not path.parent.is_dir():
         raise UsageError("the folder of the output does not exist", path=str(path.parent))
@@ -39,13 +39,13 @@ def check_output(path: Path, inputs: Iterable[Path], *, force: bool, may_replace
     for other in inputs:
         if path.exists() and other.exists() and path.samefile(other):
             raise UsageError("the output is also an input, which is never overwritten", path=str(path), hint="Use another -o")
-    if not force and not (may_replace_profile and _is_profile(path)):
+    if not force and not (replaces and _is_of(path, replaces)):
         raise UsageError("the output exists already", path=str(path), hint="Use --force to replace it")
 
 
-def _is_profile(path: Path) -> bool:
+def _is_of(path: Path, format_name: str) -> bool:
     try:
         with path.open("rb") as file:
-            return f'"format": "{FORMAT}"'.encode() in file.read(_HEAD_BYTES)
+            return f'"format": "{format_name}"'.encode() in file.read(_HEAD_BYTES)
     except FileNotFoundError:  # a link to nothing
         return False

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bel.formats.errors import BelError
-from bel.profiler.prompts import Prompt
+from bel.runtime.prompts import Prompt
 
 DEFAULT_UBATCH = 512  # llama.cpp's own
 

@@ -55,7 +55,7 @@ def report_command(
 
     check_inputs(inputs)
     if page is not None:
-        check_output(page, inputs, force=force, may_replace_profile=False)
+        check_output(page, inputs, force=force, replaces="")
         _need_plot()
     measured = measure(inputs, View(phase, one_by_one))
     for note in measured.notes:

@@ -15,7 +15,9 @@ from bel.formats.profile import EQUAL, LayerStats, LayerTime, PhaseStats, Profil
 from bel.formats.trace import DECODE, PROMPT
 from bel.formats.trace_calls import LayerCalls, Trace, read_trace
 from bel.formats.trace_header import TraceHeader
+from bel.profiler.belady import belady_hits
 from bel.profiler.curves import LruCurve, lru_curves
+from bel.profiler.miss_tables import BELADY_MEASURE, MEASURE, MissParts, decode_misses, misses_to_json, pool
 from bel.profiler.same_model import Identity, check_all_same, merged_layers
 
 _REPEAT_CHUNK_ROWS = 1 << 16  # 64 Ki rows of 8 ids compare in 4 MiB
@@ -40,6 +42,8 @@ class _LayerSums:
     times: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
     repeated: int
     repeatable: int
+    misses: MissParts
+    belady: npt.NDArray[np.int64]
 
 
 def summarize(paths: list[Path]) -> Summary:
@@ -109,6 +113,8 @@ def _layer_sums(calls: LayerCalls) -> _LayerSums:
         times=(times[0], times[1]),
         repeated=repeated,
         repeatable=repeatable,
+        misses=decode_misses(calls),
+        belady=belady_hits(calls, (DECODE,)),
     )
 
 
@@ -132,7 +138,11 @@ def _repeats(calls: LayerCalls, phase_of_row: npt.NDArray[np.uint8]) -> tuple[in
 
 def _stats(parts: list[_LayerSums]) -> LayerStats:
     of = sum(p.repeatable for p in parts)
-    locality = {"decode": {"repeated": sum(p.repeated for p in parts), "of": of}}
+    locality = {
+        "decode": {"repeated": sum(p.repeated for p in parts), "of": of},
+        MEASURE: misses_to_json(pool([p.misses for p in parts])),
+        BELADY_MEASURE: np.sum([p.belady for p in parts], axis=0).tolist(),
+    }
     return LayerStats(_phase(parts, PROMPT), _phase(parts, DECODE), locality)
 
 

@@ -1,6 +1,6 @@
 """llama.cpp's C interface as far as this toolkit uses it, and the proof that a library really has it.
 
-Declarations: include/llama.h, ggml/include/ggml.h and ggml/include/ggml-backend.h of llama.cpp build 11549.  The library
+Declarations: include/llama.h, ggml/include/ggml.h, ggml-backend.h and ggml-cpu.h of llama.cpp build 11549.  The library
 is opened without a compiler (cffi in ABI mode), so nothing but `check_abi` stands between a struct that grew a field and
 a model that computes nonsense.
 """
@@ -41,6 +41,7 @@ struct ggml_tensor {
     char padding[8];
 };
 struct ggml_init_params { size_t mem_size; void * mem_buffer; bool no_alloc; };
+struct ggml_type_traits_cpu { void * from_float; void * vec_dot; int vec_dot_type; int64_t nrows; };
 
 struct llama_batch {
     int32_t n_tokens;
@@ -172,6 +173,21 @@ float * llama_get_logits(struct llama_context * ctx);
 float * llama_get_logits_ith(struct llama_context * ctx, int32_t i);
 """
 
+PRODUCT_FUNCTIONS = """
+struct ggml_tensor * ggml_new_tensor_3d(struct ggml_context * ctx, int type, int64_t ne0, int64_t ne1, int64_t ne2);
+struct ggml_tensor * ggml_mul_mat_id(struct ggml_context * ctx, struct ggml_tensor * as, struct ggml_tensor * b,
+                                     struct ggml_tensor * ids);
+size_t ggml_graph_overhead_custom(size_t size, bool grads);
+struct ggml_cgraph * ggml_new_graph_custom(struct ggml_context * ctx, size_t size, bool grads);
+void ggml_build_forward_expand(struct ggml_cgraph * cgraph, struct ggml_tensor * tensor);
+const struct ggml_type_traits_cpu * ggml_get_type_traits_cpu(int type);
+void * ggml_backend_cpu_init(void);
+void ggml_backend_cpu_set_n_threads(void * backend, int n_threads);
+int ggml_backend_graph_compute(void * backend, struct ggml_cgraph * cgraph);
+void ggml_backend_free(void * backend);
+"""
+"""What single products on the CPU need (`expert_product.py`): checked there, since a model runs without them."""
+
 CONTEXT_LAYOUTS = ("llama_context_params", "llama_context_params_0c1e570")
 """The layouts of `llama_context_params`, newest first: commit 0c1e570 (llama-cpp-python 0.3.36) has no `moe_cache_size`."""
 
@@ -254,7 +270,7 @@ def declarations() -> Any:
     text = _ENUMS_AND_STRUCTS % {"words": PARAMS_BYTES // 8}
     for name in CONTEXT_LAYOUTS:
         text += _CONTEXT_PARAMS % {"name": name, "moe_cache": _MOE_CACHE[name]}
-    ffi.cdef(text + _FUNCTIONS)
+    ffi.cdef(text + _FUNCTIONS + PRODUCT_FUNCTIONS)
     return ffi
 
 
@@ -264,7 +280,7 @@ def check_abi(ffi: Any, lib: Any, library: str) -> str:
     Nothing is believed: ggml makes a tensor and a view, and the library its default parameters, which are read back
     through our declarations and must have the known values.  Raises MachineError, naming the first thing that differs.
     """
-    _check_symbols(ffi, lib, library)
+    check_symbols(ffi, lib, library, _FUNCTIONS)
     compare(library, _static_facts(ffi, lib), _expected_static(ffi))
     compare(library, *_tensor_facts(ffi, lib))
     model = ffi.new("struct any_params *", lib.llama_model_default_params())
@@ -285,8 +301,9 @@ def compare(library: str, found: Mapping[str, object], expected: Mapping[str, ob
             )
 
 
-def _check_symbols(ffi: Any, lib: Any, library: str) -> None:
-    names = [line.split("(")[0].split()[-1].lstrip("*") for line in _FUNCTIONS.split(";") if "(" in line]
+def check_symbols(ffi: Any, lib: Any, library: str, functions: str) -> None:
+    """Raise MachineError for the first of the declared `functions` that a library does not export."""
+    names = [line.split("(")[0].split()[-1].lstrip("*") for line in functions.split(";") if "(" in line]
     for name in names:
         try:
             ffi.addressof(lib, name)

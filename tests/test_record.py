@@ -23,7 +23,7 @@ from bel.formats.gguf_model import GgufModel, open_model
 from bel.formats.trace import DECODE, PROMPT, TraceWriter
 from bel.formats.trace_calls import LayerCalls, read_trace
 from bel.formats.trace_header import TraceHeader
-from bel.profiler.prompts import Prompt, read_prompts
+from bel.runtime.prompts import Prompt, read_prompts
 from bel.profiler.record import record
 from bel.profiler.record_worker import FLUSH_TOKENS, Recorder, trace_layers
 from bel.profiler.recording import RecordRequest

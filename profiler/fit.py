@@ -1,0 +1,227 @@
+"""What fits: weights, caches and buffers against the memory there is, and how many experts of each layer find a slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bel.formats.errors import UsageError
+from bel.formats.trace_header import TraceLayer
+from bel.formats.units import GIB, MIB, format_bytes
+from bel.profiler.attention import Keys
+from bel.profiler.compute_buffer import compute_bytes
+from bel.profiler.footprint import Footprint, SlotLayer
+from bel.profiler.kv_cache import CacheBytes, cache_bytes
+from bel.profiler.slot_budgets import SLOTS, read_budgets
+
+GPU_MARGIN_BYTES, GPU_MARGIN_SHARE = 512 * MIB, 16
+"""Left free in VRAM for the driver's context and fragments: this much, or one part in so many of a small GPU."""
+RAM_MARGIN_BYTES, RAM_MARGIN_SHARE = 2 * GIB, 8
+"""Left free in RAM for the system and the process itself: this much, or one part in so many of a small machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What to fit.  `vram_bytes` 0: no GPU, everything is in RAM.  `slots` a layer and `slots_bytes` only where asked for."""
+
+    vram_bytes: int
+    ram_bytes: int
+    context: int = 8192
+    cache_type: str = "f16"
+    slots: int | None = None
+    slots_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """The answer.  Slots are in VRAM, without a GPU in RAM.
+
+    `fixed_bytes`: what must be there before any slot, the margin included; `room_bytes`: what is left for slots, negative
+    where something is missing; `floor_bytes`: top-k slots in each layer.  Without `fits` there are no slots.  `in_ram_bytes`
+    and `on_disk_bytes` are the experts without a slot.  `notes` belong on stderr.
+    """
+
+    model: Footprint
+    question: Question
+    caches: CacheBytes
+    compute_bytes: int
+    margin_bytes: int
+    fixed_bytes: int
+    room_bytes: int
+    floor_bytes: int
+    slots: tuple[int, ...]
+    in_ram_bytes: int
+    on_disk_bytes: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether at least top-k slots of each layer fit."""
+        return self.room_bytes >= self.floor_bytes
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether slots are in VRAM."""
+        return self.question.vram_bytes > 0
+
+    @property
+    def slots_bytes(self) -> int:
+        """Bytes of all slots."""
+        return slots_bytes(self.model.reached, self.slots)
+
+    @property
+    def experts_bytes(self) -> int:
+        """Bytes that slots for all experts would take."""
+        return sum(layer.all_bytes for layer in self.model.reached)
+
+    @property
+    def resident_fraction(self) -> float:
+        """Share of the experts that have a slot, in the layers that decoding reaches."""
+        return sum(self.slots) / sum(layer.n_expert for layer in self.model.reached)
+
+
+def solve(model: Footprint, question: Question) -> Fit:
+    """Fit a model.  Raises UsageError for slots that do not fit, and for a cache type that does not suit the model."""
+    layers = model.reached
+    caches = cache_bytes(model.metadata, question.context, question.cache_type)
+    compute = compute_bytes(model.metadata, question.context)
+    margin = _gpu_margin(question.vram_bytes) if question.vram_bytes else _ram_margin(question.ram_bytes)
+    dense = model.gpu_dense_bytes if question.vram_bytes else model.dense_bytes
+    fixed = dense + caches.total_bytes + compute + margin
+    room = (question.vram_bytes or question.ram_bytes) - fixed
+    notes = [*model.notes, *_cache_notes(model, question.context, caches)]
+    if question.slots_bytes is not None:
+        if room < question.slots_bytes and room < sum(x.all_bytes for x in layers):
+            notes.append(f"--slots-bytes {question.slots_bytes} is more than the {max(room, 0)} bytes that are left for slots")
+        room = min(room, question.slots_bytes)
+    floor = slots_bytes(layers, [x.top_k for x in layers])
+    if question.slots_bytes is not None and question.slots_bytes < floor:
+        raise _budget_below_floor(question.slots_bytes, floor)
+    slots = largest_slots(layers, room)
+    if question.slots is not None:
+        slots = _asked(question.slots, layers, slots, room, notes)
+    chosen = spread(layers, slots) if slots else (0,) * len(layers)
+    rest = sum(x.all_bytes for x in layers) - slots_bytes(layers, chosen)
+    in_ram = min(rest, max(0, question.ram_bytes - _ram_margin(question.ram_bytes) - model.input_bytes))
+    in_ram = in_ram if question.vram_bytes else 0
+    return Fit(model, question, caches, compute, margin, fixed, room, floor, chosen, in_ram, rest - in_ram, tuple(notes))
+
+
+def _cache_notes(model: Footprint, context: int, caches: CacheBytes) -> list[str]:
+    said, trained = [], Keys(model.metadata).number("context_length")
+    if 0 < trained < context:
+        said.append(f"--context {context} is more than the {trained} tokens that the model was trained for")
+    if not caches.kv_bytes:
+        said.append("the metadata declare no cache of keys and values (no attention.head_count?): 0 bytes are counted for it")
+    return said
+
+
+def slots_bytes(layers: Sequence[SlotLayer], slots: Sequence[int]) -> int:
+    """Bytes of so many slots of each layer."""
+    return sum(x.stride_bytes * n for x, n in zip(layers, slots, strict=True))
+
+
+def spread(layers: Sequence[SlotLayer], slots: int) -> tuple[int, ...]:
+    """As many slots in every layer, but no fewer than its top-k and no more than its experts."""
+    return tuple(min(max(slots, x.top_k), x.n_expert) for x in layers)
+
+
+def largest_slots(layers: Sequence[SlotLayer], room_bytes: int) -> int:
+    """The most slots in every layer (see `spread`) that take no more than `room_bytes`; 0 where top-k do not fit."""
+    low, high = min(x.top_k for x in layers) - 1, max(x.n_expert for x in layers)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if slots_bytes(layers, spread(layers, middle)) <= room_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    return low if slots_bytes(layers, spread(layers, low)) <= room_bytes else 0
+
+
+def _asked(asked: int, layers: Sequence[SlotLayer], most: int, room: int, notes: list[str]) -> int:
+    top = max(x.top_k for x in layers)
+    if asked < top:
+        raise UsageError(
+            f"--slots {asked} is below top-{top}: a token needs {top} experts of a layer at once",
+            hint=f"The smallest --slots that works is {top}",
+        )
+    (budget,) = read_budgets(SLOTS, str(asked), [TraceLayer(x.layer, x.n_expert, x.top_k, x.stride_bytes) for x in layers])
+    if budget.note:
+        notes.append(budget.note)
+    need = slots_bytes(layers, budget.slots)
+    if need > room:
+        hint = f"The largest number of slots that fits is {most} in each layer"
+        if most < top:
+            hint = f"Not even top-{top}, the floor, fits: without --slots this command says what to change"
+        raise UsageError(
+            f"--slots {asked} does not fit: {len(layers)} layers of slots take {need} bytes ({format_bytes(need)}), and "
+            f"{max(room, 0)} ({format_bytes(max(room, 0))}) are left for them",
+            hint=hint,
+        )
+    return max(budget.slots)
+
+
+def _budget_below_floor(asked: int, floor: int) -> UsageError:
+    return UsageError(
+        f"--slots-bytes {asked} is below the floor: top-k slots in each layer take {floor} bytes ({format_bytes(floor)})",
+        hint=f"The smallest --slots-bytes that works is {floor}",
+    )
+
+
+def _gpu_margin(vram_bytes: int) -> int:
+    return min(GPU_MARGIN_BYTES, vram_bytes // GPU_MARGIN_SHARE)
+
+
+def _ram_margin(ram_bytes: int) -> int:
+    return min(RAM_MARGIN_BYTES, ram_bytes // RAM_MARGIN_SHARE)
+
+
+def memory_for(fit: Fit, slots_bytes: int) -> int:
+    """The least VRAM (without a GPU: RAM) with room for so many bytes of slots, its own margin included."""
+    used = fit.fixed_bytes - fit.margin_bytes + slots_bytes
+    if fit.is_gpu:
+        return _with_margin(used, GPU_MARGIN_BYTES, GPU_MARGIN_SHARE)
+    return _with_margin(used, RAM_MARGIN_BYTES, RAM_MARGIN_SHARE)
+
+
+def ram_for_the_rest(fit: Fit) -> int:
+    """The least RAM that holds all experts without a slot in VRAM."""
+    used = fit.model.input_bytes + fit.in_ram_bytes + fit.on_disk_bytes
+    return _with_margin(used, RAM_MARGIN_BYTES, RAM_MARGIN_SHARE)
+
+
+def _with_margin(used: int, most: int, share: int) -> int:
+    """The smallest size that less its margin, min(most, size // share), is `used`."""
+    return min(used + most, (used - 1) * share // (share - 1) + 1)
+
+
+def fit_json(fit: Fit, verdict: str, advice: Sequence[str]) -> dict[str, Any]:
+    """The object that `--json` prints: the keys of every fit, then what explains them."""
+    layers = fit.model.reached
+    return {
+        "vram_bytes": fit.question.vram_bytes,
+        "ram_bytes": fit.question.ram_bytes,
+        "dense_bytes": fit.model.dense_bytes,
+        "kv_bytes": fit.caches.kv_bytes,
+        "compute_bytes": fit.compute_bytes,
+        "slots_total": sum(fit.slots),
+        "slots_per_layer": {str(x.layer): n for x, n in zip(layers, fit.slots, strict=True)},
+        "resident_fraction": fit.resident_fraction,
+        "verdict": verdict,
+        "advice": list(advice),
+        "fits": fit.fits,
+        "context": fit.question.context,
+        "kv_type": fit.question.cache_type,
+        "kv_padding_bytes": fit.caches.padding_bytes,
+        "state_bytes": fit.caches.state_bytes,
+        "margin_bytes": fit.margin_bytes,
+        "ple_bytes": fit.model.ple_bytes,
+        "slots_bytes": fit.slots_bytes,
+        "floor_bytes": fit.floor_bytes,
+        "left_for_slots_bytes": max(fit.room_bytes, 0),
+        "experts_in_ram_bytes": fit.in_ram_bytes,
+        "experts_on_disk_bytes": fit.on_disk_bytes,
+        "expert_bytes": {str(x.layer): x.weights_bytes for x in fit.model.layers},
+        "expert_stride_bytes": {str(x.layer): x.stride_bytes for x in fit.model.layers},
+    }

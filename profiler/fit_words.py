@@ -1,0 +1,190 @@
+"""The answer of a fit in words: what fits, which policy suits it, and what to try next, with the numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from bel.formats.errors import UsageError
+from bel.formats.units import GIB, MIB, format_bytes
+from bel.profiler.fit import Fit, Question, memory_for, ram_for_the_rest, slots_bytes, solve
+from bel.profiler.verdicts import percent
+
+STATIC_SHARE, DOUBTFUL_SHARE = 0.20, 0.15
+"""Share of resident experts: from the first on a static set is right, below the second it is not."""
+TARGETS = (STATIC_SHARE, 0.5, 1.0)  # shares of the experts that advice aims at
+SMALLEST_BITS = 2.0  # a weight; smaller quants lose too much to be worth advice
+
+
+def verdict(fit: Fit) -> str:
+    """One or two sentences: what fits, where the rest is, and which policy suits that."""
+    if not fit.fits:
+        return _misfit(fit)
+    place = "VRAM" if fit.is_gpu else "RAM"
+    if fit.resident_fraction == 1:
+        return (
+            f"Everything fits in {place}: all {sum(fit.slots)} experts are resident, and stock llama.cpp with "
+            f"{'all layers on the GPU' if fit.is_gpu else 'mmap'} runs it as well."
+        )
+    share = percent(fit.resident_fraction)
+    return (
+        f"{slot_words(fit)} of {expert_words(fit)} experts in each layer fit in {place}: {share} of the experts are resident; "
+        f"{_rest(fit)}. {_policy(fit)}"
+    )
+
+
+def slot_words(fit: Fit) -> str:
+    """Slots of a layer as '8', or '8 to 16' where layers differ."""
+    return _range(fit.slots)
+
+
+def expert_words(fit: Fit) -> str:
+    """Experts of a layer, in the same way."""
+    return _range(tuple(x.n_expert for x in fit.model.reached))
+
+
+def _range(numbers: tuple[int, ...]) -> str:
+    low, high = min(numbers), max(numbers)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _misfit(fit: Fit) -> str:
+    place, total = ("VRAM", fit.question.vram_bytes) if fit.is_gpu else ("RAM", fit.question.ram_bytes)
+    left = (
+        f"leave {format_bytes(fit.room_bytes)} for slots"
+        if fit.room_bytes > 0
+        else f"are {format_bytes(-fit.room_bytes)} more than there is"
+    )
+    text = (
+        f"Does not fit: dense weights, caches, compute buffer and margin take {format_bytes(fit.fixed_bytes)} of "
+        f"{format_bytes(total)} of {place} and {left}. The floor, top-k slots a layer, is {format_bytes(fit.floor_bytes)}."
+    )
+    if fit.room_bytes > 0:
+        text += " Below one token cycle an LRU hits nothing: each token evicts what the next one needs."
+    return text
+
+
+def _rest(fit: Fit) -> str:
+    ram, disk = format_bytes(fit.in_ram_bytes), format_bytes(fit.on_disk_bytes)
+    if not fit.on_disk_bytes:
+        return f"the other {ram} of experts fit in RAM"
+    return f"{ram} of the others fit in RAM and {disk} stay on disk" if fit.in_ram_bytes else f"the other {disk} stay on disk"
+
+
+def _policy(fit: Fit) -> str:
+    share = fit.resident_fraction
+    if share >= STATIC_SHARE:
+        return "A static set from a profile of the same work is a sound choice at this size."
+    if share >= DOUBTFUL_SHARE:
+        return (
+            f"Between {percent(DOUBTFUL_SHARE, 0)} and {percent(STATIC_SHARE, 0)} a static set is doubtful: compare it with "
+            "LRU and the re-pick."
+        )
+    floor = slots_bytes(fit.model.reached, [x.top_k for x in fit.model.reached])
+    cycle = (
+        " This is the floor, one token cycle: only experts that two tokens in a row share are hit."
+        if (fit.slots_bytes == floor)
+        else ""
+    )
+    return (
+        f"Below {percent(DOUBTFUL_SHARE, 0)} a static set is no longer the right policy: use LRU or the re-pick "
+        f"(--policy lru or repick:500).{cycle}"
+    )
+
+
+def advice(fit: Fit) -> list[str]:
+    """What to try next, most useful first; nothing that would change nothing."""
+    found: list[str | None] = []
+    free = fit
+    if fit.question.slots is not None or fit.question.slots_bytes is not None:
+        free = solve(fit.model, _free(fit.question))
+        if sum(free.slots) > sum(fit.slots):
+            found.append(f"More fits than was asked for: {slot_words(free)} slots in each layer.")
+    if not free.fits or free.resident_fraction < 1:
+        found += [_smaller_cache(free), _shorter_context(free), _without_gpu(free), _more_memory(free), _smaller_quant(free)]
+        found.append(_more_ram(fit))
+    if fit.fits and fit.resident_fraction < 1:
+        found.append(f"See what each policy hits at this size: bel-profile simulate TRACE --slots {max(fit.slots)}")
+    return [words for words in found if words]
+
+
+def _gain(fit: Fit, change: Question) -> str | None:
+    """What a changed question gives, or None where it gives no more."""
+    better = solve(fit.model, change)
+    if not better.fits or sum(better.slots) <= sum(fit.slots):
+        return None
+    return f"{slot_words(better)} slots in each layer instead of {slot_words(fit)}"
+
+
+def _free(question: Question) -> Question:
+    return dataclasses.replace(question, slots=None, slots_bytes=None)
+
+
+def _smaller_cache(fit: Fit) -> str | None:
+    if fit.question.cache_type not in ("f16", "f32", "bf16"):
+        return None
+    change = dataclasses.replace(fit.question, cache_type="q8_0")
+    try:
+        gain = _gain(fit, change)
+    except UsageError:  # llama.cpp refuses the type for this model's heads
+        return None
+    return f"--kv q8_0 nearly halves the KV cache: {gain}." if gain else None
+
+
+def _shorter_context(fit: Fit) -> str | None:
+    if fit.question.context < 2048:
+        return None
+    half = fit.question.context // 2
+    gain = _gain(fit, dataclasses.replace(fit.question, context=half))
+    return f"--context {half}: {gain}." if gain else None
+
+
+def _without_gpu(fit: Fit) -> str | None:
+    if fit.fits or not fit.is_gpu:
+        return None
+    other = solve(fit.model, dataclasses.replace(fit.question, vram_bytes=0))
+    return f"Without the GPU (--vram 0) it fits in RAM, with {slot_words(other)} slots in each layer." if other.fits else None
+
+
+def _target(fit: Fit) -> float:
+    return next(share for share in TARGETS if share > fit.resident_fraction)
+
+
+def _more_memory(fit: Fit) -> str:
+    option = "--vram" if fit.is_gpu else "--ram"
+    aims = [("the floor", fit.floor_bytes)] if not fit.fits else []
+    aims += [(_share_words(share), int(share * fit.experts_bytes)) for share in TARGETS if share >= _target(fit)]
+    words = [f"{size_option(memory_for(fit, need))} for {aim}" for aim, need in aims if need >= fit.floor_bytes]
+    return f"More memory: {option} {', '.join(words)}."
+
+
+def size_option(count: int) -> str:
+    """`count` bytes as an option takes them, rounded up to a tenth of a GiB or a whole MiB: '17.1G', '600M'."""
+    if count < GIB:
+        return f"{-(-count // MIB)}M"
+    tenths = -(-10 * count // GIB)
+    return f"{tenths // 10}.{tenths % 10}G"
+
+
+def _share_words(share: float) -> str:
+    return "all experts" if share == 1 else f"{percent(share, 0)} of the experts"
+
+
+def _smaller_quant(fit: Fit) -> str | None:
+    if fit.room_bytes <= 0:
+        return None
+    bits = max(layer.bits for layer in fit.model.reached)
+    target = _target(fit)
+    goal = math.floor(10 * bits * fit.room_bytes / (target * fit.experts_bytes)) / 10
+    if not SMALLEST_BITS <= goal < bits:
+        return None
+    aim = _share_words(target)
+    return f"A smaller quant: with {goal:.1f} bits a weight of the experts (now {bits:.1f}), {aim} would be resident."
+
+
+def _more_ram(fit: Fit) -> str | None:
+    if not fit.is_gpu or not fit.on_disk_bytes or not fit.fits:
+        return None
+    return (
+        f"More RAM: --ram {size_option(ram_for_the_rest(fit))} holds all experts without a slot, and nothing is read from disk."
+    )

@@ -1,0 +1,210 @@
+"""`bel-profile plan`: slots for each layer, as a table on a terminal or as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from bel.formats.console import SETTINGS, json_option, print_json, print_table, say
+from bel.formats.errors import UsageError
+from bel.formats.plan import MISSES, OBJECTIVES, STALL
+from bel.formats.staging import replace_file
+from bel.formats.units import format_bytes, parse_bytes
+from bel.profiler.output import check_inputs, check_output
+
+if TYPE_CHECKING:
+    from bel.formats.costs import Costs
+    from bel.profiler.clock import Clock
+    from bel.profiler.footprint import Footprint
+    from bel.profiler.make_plan import Planned
+    from bel.profiler.plan_inputs import PlanInput
+
+NAME = "bel-profile"
+CLOCKS = ("arrival", "demand", "blocking")
+_PATH = click.Path(path_type=Path)
+
+
+@dataclass(frozen=True, slots=True)
+class _Budget:
+    """Bytes for slots, and the link that misses come over."""
+
+    slots_bytes: int
+    link: str
+    notes: tuple[str, ...]
+
+
+@click.command("plan", context_settings=SETTINGS)
+@click.argument("inputs", nargs=-1, required=True, type=_PATH, metavar="PROFILE | TRACE...")
+@click.option("--model", type=_PATH, help="The GGUF or bundle: what a slot takes, what else needs memory, and which model.")
+@click.option("--vram", metavar="SIZE", help="Memory of the GPU (12G): slots get what the rest of the model leaves.")
+@click.option("--ram", metavar="SIZE", help="Memory of the machine (16G).  Without --vram slots are in RAM.")
+@click.option("--slots-bytes", "slots_text", metavar="SIZE", help="Bytes of all slots (8G).")
+@click.option("--context", type=click.IntRange(1), default=8192, show_default=True, help="Context in tokens.")
+@click.option("--kv", default="f16", show_default=True, help="Type of the KV cache: f16, q8_0, q4_0, ..")
+@click.option(
+    "--objective", type=click.Choice(OBJECTIVES), help="What to make smallest.  Default: stall, where times are known."
+)
+@click.option("--costs", "costs_path", type=_PATH, help="What `bel-profile bandwidth` measured on this machine.")
+@click.option(
+    "--clock",
+    "clock_kind",
+    type=click.Choice(CLOCKS),
+    default=CLOCKS[0],
+    show_default=True,
+    help="When fetches start: all at the start of a token (arrival), when a layer has chosen, beside its own compute "
+    "(demand), or before its compute (blocking).",
+)
+@click.option("-o", "output", type=_PATH, help="The plan to write.")
+@click.option("--force", is_flag=True, help="Replace an existing output that is no plan.")
+@json_option
+def plan_command(
+    inputs: tuple[Path, ...],
+    model: Path | None,
+    vram: str | None,
+    ram: str | None,
+    slots_text: str | None,
+    context: int,
+    kv: str,
+    objective: str | None,
+    costs_path: Path | None,
+    clock_kind: str,
+    output: Path | None,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Share memory for experts out between the layers of a model, by what recorded work gains from it.
+
+    The profile may be a merged one: its workloads count by their weights.  Misses are those of LRU caches.  Stall needs
+    measured times: of layers (`record --timing`), and of the disk (`bandwidth`).
+
+    \b
+    Examples:
+      bel-profile plan merged.json --model model.bel --ram 16G --costs costs.json -o plan.json
+      bel-profile plan code.json --model model.gguf --vram 12G --ram 32G --context 16384 --kv q8_0
+      bel-profile plan code.trace chat.trace --slots-bytes 8G --objective misses --json
+    """
+    from bel.profiler.make_plan import make_plan
+    from bel.profiler.plan_inputs import read_plan_input, with_model
+
+    extra = [p for p in (costs_path, model) if p is not None]
+    check_inputs(inputs)
+    check_inputs(extra)
+    if output is not None:
+        _check_output(output, [*inputs, *extra], force=force)
+    sizes = {"vram": vram, "ram": ram, "slots_bytes": slots_text}
+    asked = {name: parse_bytes(text) for name, text in sizes.items() if text is not None}
+    costs = _load_costs(costs_path)
+    given = read_plan_input(inputs)
+    footprint = None
+    if model is not None:
+        given, footprint = with_model(given, model)
+    for note in given.notes:
+        say(NAME, note)
+    budget = _budget(asked, footprint, context, kv)
+    for note in budget.notes:
+        say(NAME, note)
+    clock = _clock(given, costs, objective, clock_kind, budget.link)
+    goal = MISSES if clock is None or objective == MISSES else STALL
+    planned = make_plan(given, budget.slots_bytes, goal, clock, _assumptions(given, clock, budget.link))
+    if planned.note:
+        say(NAME, planned.note)
+    _show(planned, output, as_json=as_json)
+
+
+def _check_output(output: Path, inputs: Sequence[Path], *, force: bool) -> None:
+    from bel.formats.plan_json import FORMAT
+
+    check_output(output, inputs, force=force, replaces=FORMAT)
+
+
+def _load_costs(path: Path | None) -> Costs | None:
+    from bel.formats.costs import load_costs
+
+    return None if path is None else load_costs(path)
+
+
+def _budget(asked: dict[str, int], footprint: Footprint | None, context: int, kv: str) -> _Budget:
+    """What slots may take: what is asked for, and no more than what fits where memory is given."""
+    from bel.profiler.fit import Question, solve
+    from bel.profiler.plan_inputs import H2D, NVME
+
+    vram, ram, slots_bytes = asked.get("vram", 0), asked.get("ram"), asked.get("slots_bytes")
+    if not vram and ram is None:
+        if slots_bytes is None:
+            raise UsageError("how much memory is there for slots?", hint="Give --vram, --ram or --slots-bytes")
+        return _Budget(slots_bytes, NVME, ())
+    if footprint is None:
+        raise UsageError("--vram and --ram need --model: what else of the model needs memory", hint="Or give --slots-bytes")
+    fit = solve(footprint, Question(vram, vram if ram is None else ram, context, kv, slots_bytes=slots_bytes))
+    if not fit.fits:
+        raise UsageError(
+            f"the model does not fit: {max(fit.room_bytes, 0)} bytes are left for slots, and top-k slots in each layer take "
+            f"{fit.floor_bytes}",
+            hint="`bel-profile fit` with the same options says what to change",
+        )
+    is_behind_link = fit.is_gpu and ram is not None and not fit.on_disk_bytes
+    return _Budget(fit.room_bytes, H2D if is_behind_link else NVME, fit.notes)
+
+
+def _clock(given: PlanInput, costs: Costs | None, objective: str | None, kind: str, link: str) -> Clock | None:
+    """The clock; None where times are missing and nobody asked for the objective stall."""
+    from bel.profiler.plan_inputs import plan_clock
+
+    if objective == MISSES and costs is None:
+        return None
+    try:
+        return plan_clock(given, costs, kind, link)
+    except UsageError as error:
+        if objective == STALL:
+            raise
+        say(NAME, f"{'there will be no times' if objective == MISSES else 'planning for misses'}: {error}")
+        return None
+
+
+def _assumptions(given: PlanInput, clock: Clock | None, link: str) -> tuple[str, ...]:
+    from bel.profiler.decode_steps import MAX_STEPS
+
+    notes = ["misses are those of an LRU cache in each layer that decodes after the prompt"]
+    if given.by_counts:
+        notes = [
+            f"only counts are known of {', '.join(given.by_counts)}: misses are those of the experts used most, held as a "
+            "fixed set, and nothing is held out"
+        ]
+    elif clock is not None:
+        notes.append(f"times are for fetches from the {link}, one after the other, by the clock {clock.kind}")
+        if any(w.whole.steps is not None and w.whole.steps.recorded > len(w.whole.steps.places) for w in given.works):
+            notes.append(f"of each workload {MAX_STEPS} decode steps, evenly drawn, were timed")
+        if not given.is_traced:
+            notes.append(
+                "a profile does not say which misses fall on one token: layers are taken as independent; plan from "
+                "traces to know"
+            )
+    return tuple(notes)
+
+
+def _show(planned: Planned, output: Path | None, *, as_json: bool) -> None:
+    from bel.formats.plan_json import encode_plan, plan_to_json
+    from bel.profiler.plan_tables import layer_rows, prediction_rows, verdicts
+
+    plan = planned.plan
+    if output is not None:
+        replace_file(output, encode_plan(plan))
+        say(NAME, f"wrote {output}")
+    if as_json:
+        print_json(plan_to_json(plan))
+        return
+    goal = "seconds of stall" if plan.objective == STALL else "misses"
+    total = sum(x.n_expert for x in plan.layers)
+    slots = sum(x.slots for x in plan.layers)
+    title = f"{slots} of {total} experts in slots, {format_bytes(plan.slots_bytes)}, made for the fewest {goal}"
+    print_table(title, layer_rows(plan))
+    click.echo()
+    for number, line in enumerate(prediction_rows(plan)):
+        click.secho(line, bold=number == 0)
+    click.echo()
+    for line in [*verdicts(planned), *(f"Assumed: {note}." for note in plan.notes)]:
+        click.echo(line)
