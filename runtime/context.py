@@ -174,18 +174,17 @@ class Context:
         ask, seen = observer.ask, observer.seen
 
         def on_node(pointer: Any, is_ask: bool, _user_data: Any) -> bool:
-            # Nothing may leave this function: llama.cpp takes an exception for a no, computes half of the graph and
-            # reports success.
+            # Nothing may leave this function: llama.cpp takes an exception for a no, and reports success.
             try:
-                if self._error is not None:
-                    return not is_ask
-                if is_ask:
-                    return ask(Tensor(ffi, lib, pointer))
-                seen(Tensor(ffi, lib, pointer))
+                if self._error is None:
+                    if is_ask:
+                        return ask(Tensor(ffi, lib, pointer))
+                    seen(Tensor(ffi, lib, pointer))
+                    return True
             except BaseException as error:
                 self._error = error
-                return not is_ask
-            return True
+            # Stop at this node and leave the graph: what follows could read weights that the observer has not brought.
+            return is_ask
 
         return on_node
 

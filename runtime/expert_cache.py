@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bel.formats.errors import UsageError
+from bel.formats.errors import MachineError, UsageError
 from bel.formats.experts_file import LayerLayout
 from bel.runtime.arena import Arena
 from bel.runtime.cache_rows import NOWHERE
@@ -50,11 +50,13 @@ class ExpertCache:
         self.slots = tuple(slots)
         self.prefetch_bytes = prefetch_bytes
         self.counters = Counters()
-        self._spare: dict[int, list[int]] = {}
+        self._spare: dict[int, dict[int, None]] = {}
         """Addresses of pages that nobody needs, by their size: of evicted blobs, until the next layer has taken its part."""
         self._cut: list[tuple[int, int]] = []
         self._ahead: _Coming | None = None
         self._rest: list[_Coming] = []
+        self._is_sound = True
+        """Whether all that the policy believes to be resident is: not so once a call was cut short by an error."""
 
     def preload(self, wanted: Sequence[Sequence[int]]) -> int:
         """Fill slots before the first call, `wanted[place]` experts of each layer, most wanted first.  Returns the bytes."""
@@ -72,8 +74,14 @@ class ExpertCache:
         """Make the experts of a call resident: `ids` (rows, top_k) of the layer at `place`, in slot order.
 
         Unless `whole`, what only the last product of the experts reads may still be on its way: `finish` waits for it.
+        Raises what the reads and checksums raise, and MachineError for every call after that.
         """
         began = time.perf_counter_ns()
+        if not self._is_sound:
+            raise MachineError(
+                "a read of experts failed before, so those in memory cannot be trusted", hint="Load the bundle anew"
+            )
+        self._is_sound = False
         self._release_cut()
         counters = self.counters.now
         done = step(self._states[place], ids)
@@ -98,11 +106,14 @@ class ExpertCache:
         counters.uploads += len(done.uploads)
         counters.prefetched_hits += sum(expert in ahead for expert in done.missed)
         counters.callback_ns += time.perf_counter_ns() - began
+        self._is_sound = True
 
     def finish(self) -> None:
         """Wait for what the last `serve` left on its way."""
         while self._rest:
+            is_sound, self._is_sound = self._is_sound, False
             self._finish_rest(self._rest.pop())
+            self._is_sound = is_sound
 
     def resident(self, place: int) -> list[int]:
         """The experts in the slots of a layer."""
@@ -149,15 +160,15 @@ class ExpertCache:
         """An address for an expert, with pages that are there already if some are spare."""
         address, size = self._arena.address(place, expert), self._layers[place].stride_bytes
         spare = self._spare.get(size)
-        if spare:
-            source = spare.pop()
-            if source != address:
-                self._arena.move(source, address, size)
+        if spare and address in spare:  # else these pages would be taken from under the expert by the next one that needs some
+            del spare[address]
+        elif spare:
+            self._arena.move(spare.popitem()[0], address, size)
         return Load(place, expert, address)
 
     def _free(self, place: int, expert: int) -> None:
         size = self._layers[place].stride_bytes
-        self._spare.setdefault(size, []).append(self._arena.address(place, expert))
+        self._spare.setdefault(size, {})[self._arena.address(place, expert)] = None
 
     def _release_cut(self) -> None:
         """The experts that the last call used and that have no slot are free: it has been computed."""

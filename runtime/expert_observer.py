@@ -75,10 +75,12 @@ class ExpertObserver:
 
     def _serve(self, place: int, tensor: Tensor) -> None:
         ids = tensor.array(2)
-        if ids.dtype != np.int32 or ids.size == 0 or int(ids.min()) < 0 or int(ids.max()) >= self._n_expert[place]:
+        self._served.add(place)
+        if ids.size == 0:  # the last layer, in an ubatch of which no logits are wanted
+            return
+        if ids.dtype != np.int32 or int(ids.min()) < 0 or int(ids.max()) >= self._n_expert[place]:
             raise MachineError("llama.cpp chose an expert that does not exist", tensor=tensor.name)
         self.cache.serve(place, ids.astype(np.uint16), whole=place not in self._stops)
-        self._served.add(place)
 
     def end(self) -> None:
         """A decode has ended.  Raises MachineError where a layer was computed unasked: its experts may not have been there."""

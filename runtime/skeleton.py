@@ -47,13 +47,14 @@ def make_skeleton(manifest: Manifest, split_no: int) -> Iterator[Skeleton]:
     """
     tensors = [(t.name, t.ne, t.type_id, t.size_bytes) for t in manifest.tensors if t.dest == EXPERTS]
     layout = compose(GGUF_VERSION, ALIGNMENT, [u16_entry("split.no", split_no)], tensors)
-    with tempfile.TemporaryFile(dir=_folder(), buffering=0) as file:
+    with tempfile.TemporaryFile(dir=disk_folder(), buffering=0) as file:
         write_all(file.fileno(), memoryview(layout.header()), 0)
         os.ftruncate(file.fileno(), layout.size_bytes)
         yield Skeleton(file.fileno(), Path(f"/proc/self/fd/{file.fileno()}"))
 
 
-def _folder() -> Path:
+def disk_folder() -> Path:
+    """A folder for temporary files that is not in memory.  Raises MachineError where there is none."""
     candidates = [Path(p) for p in (os.environ.get("TMPDIR"), "/var/tmp", tempfile.gettempdir()) if p]
     types = _file_system_types()
     for folder in candidates:

@@ -11,6 +11,8 @@ from bel.formats.units import format_bytes
 
 MARGIN_BYTES = 24 << 20
 """What no line of the sum has: page tables, the allocator's slack, buffers of the readers."""
+_NEXT_RUN_BYTES = 4 << 20
+"""The program takes a little more or less memory from run to run: what a message names shall be enough the next time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +82,11 @@ def fitting_slots(
         if need <= ram_bytes:
             best = slots
         elif best is None:
+            named = -(-(need + _NEXT_RUN_BYTES) // (1 << 20))
             raise UsageError(
                 f"the model does not fit into --ram {format_bytes(ram_bytes)}: with {count} slots a layer (its top-k) it needs "
                 f"{format_bytes(need)}",
-                hint=f"Give --ram {-(-need // (1 << 20))}M or more, a smaller --context, or a smaller --ubatch",
+                hint=f"Give --ram {named}M or more, a smaller --context, or a smaller --ubatch",
             )
     assert best is not None, "there is at least one expert in a layer"
     return best

@@ -8,7 +8,6 @@ from decimal import Decimal, localcontext
 
 import numpy as np
 import pytest
-from cache_model import ModelCache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from bel.runtime.cache_rows import CAPACITY, CONFIG, INCREMENT, NUMBERS, RESIDEN
 from bel.runtime.cache_state import CacheState, call_items, make_cache, preload, residents, step
 from bel.runtime.cache_step import serve
 from bel.runtime.policies import parse_policy
+from cache_model import ModelCache
 
 NAMES = (
     "static",

@@ -14,7 +14,6 @@ import json
 from pathlib import Path
 
 import pytest
-from public_trace import Published, import_public_trace, published
 
 from bel.formats.console import run_command
 from bel.formats.trace_calls import read_trace
@@ -24,6 +23,7 @@ from bel.profiler.outcomes import Setup
 from bel.profiler.simulate import Policy, simulate
 from bel.profiler.slot_budgets import BYTES, read_budgets, read_shared_budgets
 from bel.profiler.work import Work, count_work
+from public_trace import Published, import_public_trace, published
 
 TOLERANCE_POINTS = 0.1  # the bar; the differences are below 0.001
 TOLERANCE_MIB = 0.1

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from cache_model import ModelCache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from bel.profiler.belady import belady_hits
 from bel.profiler.curves import lru_curves
 from bel.profiler.replay import BELADY_POLICY, Replayed, Stream, global_stream, layer_stream, next_uses, replay
 from bel.runtime.policies import Policy, parse_policy
+from cache_model import ModelCache
 from routes import draw_rows, layer_calls
 
 N_EXPERT = 6

@@ -1,0 +1,92 @@
+"""The options that all ways to run a model share."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from bel.formats.console import F
+from bel.formats.errors import UsageError
+from bel.formats.units import parse_bytes
+from bel.runtime.llama_library import ENGINES
+from bel.runtime.readers import KINDS
+from bel.runtime.run_options import DEFAULT_CONTEXT, DEFAULT_POLICY, DEFAULT_UBATCH, RunOptions
+
+PATH = click.Path(path_type=Path)
+
+
+def _size(_ctx: click.Context, _parameter: click.Parameter, value: str | None) -> int | None:
+    return None if value is None else parse_bytes(value)
+
+
+_OPTIONS = (
+    click.argument("model", type=PATH, metavar="BUNDLE"),
+    click.option("--plan", type=PATH, help="Slots and preloading by a plan of `bel-profile plan`."),
+    click.option("--slots", type=click.IntRange(1), help="Slots in every layer."),
+    click.option(
+        "--ram",
+        callback=_size,
+        metavar="SIZE",
+        help="Memory for the whole process: as many slots as fit.  Default, without --plan and --slots: what is free now.",
+    ),
+    click.option("--policy", default=DEFAULT_POLICY, show_default=True, help="Which experts stay: lru, static, repick:N ..."),
+    click.option(
+        "--context",
+        type=click.IntRange(1, 2**31 - 1),
+        help=f"Positions of the context.  Default: {DEFAULT_CONTEXT}, at most what the model was trained for.",
+    ),
+    click.option(
+        "--ubatch",
+        type=click.IntRange(1, 2**31 - 1),
+        default=DEFAULT_UBATCH,
+        show_default=True,
+        help="Prompt tokens at once.  More is faster and needs more memory.",
+    ),
+    click.option("--threads", type=click.IntRange(1, 1024), help="Threads of llama.cpp.  Default: the CPUs of this process."),
+    click.option(
+        "--reader", type=click.Choice(["auto", *KINDS]), default="auto", show_default=True, help="How experts are read."
+    ),
+    click.option("--no-checksums", is_flag=True, help="Do not compare the checksum of an expert when it is first read."),
+    click.option("--no-prefetch", is_flag=True, help="Do not read the next layer's experts while a prompt is computed."),
+    click.option("--stock", is_flag=True, help="Run a GGUF as llama.cpp does: the baseline."),
+    click.option("--engine", type=click.Choice(ENGINES), default="auto", show_default=True, help="Which llama.cpp to use."),
+    click.option("--gpu", type=int, hidden=True),
+)
+
+
+def run_options(command: F) -> F:
+    """Declare the options; the command gets them as its first argument, a `RunOptions`."""
+
+    @functools.wraps(command)
+    def with_options(**given: Any) -> Any:
+        return command(_gathered(given), **given)
+
+    wrapped: Callable[..., Any] = with_options
+    for option in reversed(_OPTIONS):
+        wrapped = option(wrapped)
+    return wrapped  # type: ignore[return-value]
+
+
+def _gathered(given: dict[str, Any]) -> RunOptions:
+    """Take the shared options out of all that were given."""
+    if given.pop("gpu") is not None:
+        raise UsageError("--gpu is not built yet: this version computes on the CPU alone", hint="Leave it out")
+    return RunOptions(
+        path=given.pop("model"),
+        stock=given.pop("stock"),
+        plan=given.pop("plan"),
+        slots=given.pop("slots"),
+        ram_bytes=given.pop("ram"),
+        policy=given.pop("policy"),
+        n_ctx=given.pop("context"),
+        n_ubatch=given.pop("ubatch"),
+        n_threads=given.pop("threads"),
+        reader=given.pop("reader"),
+        checks=not given.pop("no_checksums"),
+        prefetches=not given.pop("no_prefetch"),
+        engine=given.pop("engine"),
+    )

@@ -1,0 +1,33 @@
+"""What a command asks of a run.  Light, so that `--help` needs no engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+DEFAULT_POLICY = "lfu-decay:0.98"
+DEFAULT_CONTEXT = 4096
+DEFAULT_UBATCH = 512
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """A model and how to run it.  `path`: a bundle, or with `stock` a GGUF.
+
+    At most one of `plan`, `slots` and `ram_bytes`; without any, `ram_bytes` is what the machine has free.  `n_ctx` of None is
+    the default, but not more than the model was trained for.  `prefetches`: the next layer is read ahead in the prompt.
+    """
+
+    path: Path
+    stock: bool = False
+    plan: Path | None = None
+    slots: int | None = None
+    ram_bytes: int | None = None
+    policy: str = DEFAULT_POLICY
+    n_ctx: int | None = None
+    n_ubatch: int = DEFAULT_UBATCH
+    n_threads: int | None = None
+    reader: str = "auto"
+    checks: bool = True
+    prefetches: bool = True
+    engine: str = "auto"

@@ -1,0 +1,178 @@
+"""The running model that options ask for: a bundle with its experts in slots, or a GGUF as stock llama.cpp has it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from bel.formats.bundle import Bundle, check_sizes, is_bundle, open_bundle
+from bel.formats.errors import BadInputError, UsageError, printable
+from bel.formats.fingerprint import fingerprint
+from bel.formats.plan import Plan
+from bel.formats.plan_json import load_plan
+from bel.formats.process import rss_bytes
+from bel.formats.units import MIB, format_bytes
+from bel.runtime.bundle_model import PREFETCH_BYTES, BundleRun, SlotOptions, open_run
+from bel.runtime.context import Context, ContextOptions, Observer
+from bel.runtime.engine import Engine, Model
+from bel.runtime.first_check import check_dense, check_tails
+from bel.runtime.free_memory import free_bytes
+from bel.runtime.policies import parse_policy
+from bel.runtime.run_options import DEFAULT_CONTEXT, RunOptions
+
+RESERVE_SHARE, RESERVE_BYTES = 0.1, 256 * MIB
+"""Left to others of the memory that is free, where no budget is given: a share, and at least so many bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A model that is ready.  `bundle` is None for a stock one; `policy` is the name of the one in force.
+
+    `promised_bytes` is the memory that the run keeps to, None where slots were given instead; `is_default` says that it was
+    taken from what is free.  `n_positions`: how many tokens the context is good for.
+    """
+
+    model: Model
+    context: Context
+    bundle: BundleRun | None
+    policy: str | None
+    promised_bytes: int | None
+    is_default: bool
+    n_positions: int
+
+    def begin_decode(self) -> None:
+        """Count what follows as decode and no longer as prompt."""
+        if self.bundle is not None:
+            counters = self.bundle.cache.counters
+            counters.now = counters.decode
+
+
+@contextlib.contextmanager
+def open_running(options: RunOptions, inner: Observer | None = None) -> Iterator[Running]:
+    """Load what the options name.  `inner` may look at every node of the graphs.
+
+    Raises UsageError for options that do not go together or do not fit, BadInputError and DamagedBundleError for the files,
+    MachineError where the machine refuses.
+    """
+    n_ctx = options.n_ctx or DEFAULT_CONTEXT
+    n_ubatch = min(options.n_ubatch, n_ctx)
+    context_options = ContextOptions(n_ctx, n_ubatch, n_ubatch, options.n_threads or len(os.sched_getaffinity(0)))
+    opener = _open_stock if options.stock else _open_bundle
+    with opener(options, context_options, inner) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def _open_stock(options: RunOptions, context_options: ContextOptions, inner: Observer | None) -> Iterator[Running]:
+    for name, value in (("--plan", options.plan), ("--slots", options.slots), ("--ram", options.ram_bytes)):
+        if value is not None:
+            raise UsageError(f"--stock has no slots: {name} is for a bundle")
+    if is_bundle(options.path):
+        raise UsageError(
+            "--stock runs a GGUF as llama.cpp does, and this is a bundle",
+            path=str(options.path),
+            hint="Name the GGUF that it was made from, or leave --stock out",
+        )
+    with (
+        Engine.open(options.engine).load(options.path) as model,
+        model.context(context_options, inner) as context,
+    ):
+        yield Running(model, context, None, None, None, False, _positions(options, model, context))
+
+
+@contextlib.contextmanager
+def _open_bundle(options: RunOptions, context_options: ContextOptions, inner: Observer | None) -> Iterator[Running]:
+    if options.path.is_file():
+        raise UsageError(
+            "this is a file, and only a bundle runs with its experts in slots",
+            path=str(options.path),
+            hint=f"Make a bundle: bel-repack {options.path}; or run the GGUF as llama.cpp does: --stock",
+        )
+    bundle = open_bundle(options.path)
+    slots, promised_bytes, is_default = _slot_options(options, bundle)
+    if options.checks:
+        check_sizes(bundle)
+        check_dense(bundle)
+        check_tails(bundle)
+    engine = Engine.open(options.engine)
+    with contextlib.ExitStack() as stack:
+        try:
+            run = stack.enter_context(open_run(engine, bundle, context_options, slots, inner))
+        except UsageError as error:
+            if not is_default:
+                raise
+            raise UsageError(f"{error.cause}; no --ram was given, and this is what is free here", hint=error.hint) from None
+        positions = _positions(options, run.model, run.context)
+        yield Running(run.model, run.context, run, slots.policy.name, promised_bytes, is_default, positions)
+
+
+def _slot_options(options: RunOptions, bundle: Bundle) -> tuple[SlotOptions, int | None, bool]:
+    """The slots asked for, the memory promised, and whether that is only a default."""
+    given = {"--plan": options.plan, "--slots": options.slots, "--ram": options.ram_bytes}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise UsageError(
+            f"{' and '.join(names)} exclude each other: each says how many slots there are", hint="Give one of them"
+        )
+    plan = None if options.plan is None else checked_plan(options.plan, bundle)
+    ram_bytes = spare_bytes() if not names else options.ram_bytes
+    slots = SlotOptions(
+        policy=parse_policy(options.policy),
+        slots=options.slots,
+        slots_by_layer=None if plan is None else {x.layer: x.slots for x in plan.layers},
+        ram_bytes=ram_bytes,
+        wanted=None if plan is None else {x.layer: x.preload for x in plan.layers},
+        reader=options.reader,
+        checks=options.checks,
+        prefetch_bytes=PREFETCH_BYTES if options.prefetches else 0,
+    )
+    return slots, ram_bytes, not names
+
+
+def checked_plan(path: Path, bundle: Bundle) -> Plan:
+    """The plan of a file, which must be one for this bundle's model.  Raises BadInputError, naming both, where it is not."""
+    if not path.is_file():
+        raise BadInputError("no such plan", path=str(path), hint="`bel-profile plan` makes one")
+    plan = load_plan(path)
+    reached = {x.layer: (x.n_expert, x.n_used) for x in bundle.manifest.layers if not x.is_mtp}
+    planned = {x.layer: (x.n_expert, x.top_k) for x in plan.layers}
+    if reached.keys() != planned.keys() or any(n_used and planned[n] != (e, n_used) for n, (e, n_used) in reached.items()):
+        raise _other_model(path, plan, bundle, "its layers, experts or top-k differ")
+    if plan.fingerprint and plan.fingerprint != fingerprint(bundle):
+        raise _other_model(path, plan, bundle, "the fingerprints differ")
+    return plan
+
+
+def _other_model(path: Path, plan: Plan, bundle: Bundle, why: str) -> BadInputError:
+    name = printable(bundle.manifest.model_name or bundle.manifest.name)
+    return BadInputError(
+        f"this is the plan of another model: {why}",
+        path=str(path),
+        found=f"a plan for '{printable(plan.model_name)}'",
+        expected=f"one for '{name}' ({bundle.folder})",
+        hint="Make one: bel-profile plan PROFILE --model BUNDLE",
+    )
+
+
+def spare_bytes() -> int:
+    """The memory that a run may have where none is named: what this process holds and what is free, less a reserve."""
+    free = free_bytes()
+    reserve: int = max(int(RESERVE_SHARE * free), RESERVE_BYTES)
+    return rss_bytes() + free - reserve
+
+
+def describe_promise(running: Running) -> str:
+    """The memory that the run keeps to, for people."""
+    if running.promised_bytes is None:
+        return "no limit given, by the slots asked for"
+    what = format_bytes(running.promised_bytes)
+    return f"{what} that is free now" if running.is_default else f"--ram {what}"
+
+
+def _positions(options: RunOptions, model: Model, context: Context) -> int:
+    """A context that nobody asked for ends where the model was trained to: behind that it writes nonsense."""
+    n_ctx: int = context.n_ctx
+    return n_ctx if options.n_ctx is not None or not model.n_ctx_train else min(n_ctx, model.n_ctx_train)
