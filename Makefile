@@ -11,7 +11,7 @@ export PATH := $(BIN):$(PATH)
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## */\1\t/p' $(MAKEFILE_LIST) | expand -t 10
 
-demo: $(VENV)/.demo  ## set up, and do the main job on the example model
+demo: $(VENV)/.demo  ## set up, and do the main jobs on the example model
 	examples/demo.sh demo-out
 
 test: $(VENV)/.dev  ## set up, and run the tests
@@ -22,9 +22,12 @@ lint: $(VENV)/.dev  ## ruff and mypy --strict
 	ruff format --check .
 	MYPYPATH=build/ns mypy $(foreach p,$(PACKAGES),-p bel.$(p))
 
-bench: $(VENV)/.dev  ## measure against cp, cat and others (minutes, 13 GB of disk)
+bench: $(VENV)/.dev  ## measure against cp, cat and others (an hour, 20 GB of disk)
 	python tests/bench/bench_repack.py
 	python tests/bench/bench_record.py
+	python tests/bench/bench_simulate.py
+	python tests/bench/bench_pager.py
+	python tests/bench/bench_run.py
 
 dev: $(VENV)/.dev  ## set up everything for work on the project
 
