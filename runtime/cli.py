@@ -125,6 +125,7 @@ def main_command(
         if as_json:
             print_json(report_json(report, running))
         if stats:
+            click.echo(err=True)  # on a terminal the text may have ended in the middle of a line
             print_table("statistics", report_rows(report, running), err=True)
         return _say_end(report, running)
 
