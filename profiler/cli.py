@@ -5,30 +5,27 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from bel.formats.console import SETTINGS, F, Progress, json_option, print_json, print_table, run_command, say
-from bel.formats.console import TOKENS as TOKEN_UNIT
+from bel.formats.console import SETTINGS, json_option, print_json, print_table, run_command
 from bel.formats.errors import UsageError
-from bel.formats.profile import TOKENS, WEIGHTINGS, Profile, frequency_by_layer
-from bel.formats.profile_json import FORMAT, check_workload_name, encode_profile
+from bel.formats.profile import TOKENS, WEIGHTINGS, frequency_by_layer
+from bel.formats.profile_json import FORMAT, encode_profile
 from bel.formats.staging import replace_file, staged_file
 from bel.formats.units import format_bytes
 from bel.profiler.bandwidth_cli import bandwidth_command
 from bel.profiler.fit_cli import fit_command
 from bel.profiler.output import check_inputs, check_output
 from bel.profiler.plan_cli import plan_command
+from bel.profiler.profile_cli import force_option, report_profile, say_all, workload_label
+from bel.profiler.record_cli import record_command
 from bel.profiler.report_cli import report_command
 from bel.profiler.simulate_cli import simulate_command
 
-if TYPE_CHECKING:
-    from bel.profiler.recording import RecordResult
-
 NAME = "bel-profile"
 IMPORTS = ("bigmoe-csv", "thecodacus-csv", "jsonl", "counts-json", "vllm-npz")
-ENGINES = ("auto", "xllamacpp", "llama-cpp-python")
 
 _PATH = click.Path(path_type=Path)
 
@@ -41,11 +38,6 @@ class _MergeAsOption(click.Group):
         if "--merge" in names and args[0] not in self.commands:
             args = ["merge", *(a for i, a in enumerate(args) if a != "--merge" or i >= len(names))]
         return super().parse_args(ctx, args)
-
-
-def force_option(command: F) -> F:
-    """The `--force` of commands that write."""
-    return click.option("--force", is_flag=True, help="Replace an existing output.")(command)
 
 
 @click.group(cls=_MergeAsOption, context_settings=SETTINGS, subcommand_metavar="COMMAND ... | --merge PROFILE...")
@@ -84,9 +76,9 @@ def summarize(traces: tuple[Path, ...], output: Path, force: bool, as_json: bool
     check_inputs(traces)
     check_output(output, traces, force=force)
     summary = run(list(traces))
-    _say_all(summary.notes)
+    say_all(summary.notes)
     replace_file(output, encode_profile(summary.profile))
-    _report(f"wrote {output}", output, summary.profile, as_json=as_json)
+    report_profile(f"wrote {output}", output, summary.profile, as_json=as_json)
 
 
 @main_group.command(context_settings=SETTINGS)
@@ -118,11 +110,11 @@ def merge(profiles: tuple[Path, ...], output: Path, weight: str, force: bool, as
         raise UsageError("a merge needs two profiles or more", found=str(profiles[0]))
     check_output(output, profiles, force=force)
     merged = run(list(profiles), weight)
-    _say_all(merged.notes)
+    say_all(merged.notes)
     replace_file(output, encode_profile(merged.profile))
     how = "by their tokens" if weight == TOKENS else "equally"
     extra = {"frequency_by_layer": {str(layer): share for layer, share in frequency_by_layer(merged.profile).items()}}
-    _report(f"wrote {output}, workloads weighted {how}", output, merged.profile, as_json=as_json, extra=extra)
+    report_profile(f"wrote {output}, workloads weighted {how}", output, merged.profile, as_json=as_json, extra=extra)
 
 
 @main_group.command("import", context_settings=SETTINGS)
@@ -148,7 +140,7 @@ def import_file(file: Path, kind: str, workload: str | None, output: Path, force
       bel-profile import route.csv --from bigmoe-csv --workload chat -o chat.trace
       bel-profile import counts.json --from counts-json --workload code -o code.json
     """
-    label = _workload(workload, output)
+    label = workload_label(workload, output)
     check_inputs([file])
     check_output(output, [file], force=force, replaces=FORMAT if kind == "counts-json" else "")
     if kind == "counts-json":
@@ -156,13 +148,13 @@ def import_file(file: Path, kind: str, workload: str | None, output: Path, force
 
         profile = read_counts_json(file, label)
         replace_file(output, encode_profile(profile))
-        _report(f"wrote {output}", output, profile, as_json=as_json)
+        report_profile(f"wrote {output}", output, profile, as_json=as_json)
         return
     imported = _reader(kind)(file)
     header = imported.header(label)
     with staged_file(output) as fresh:
         imported.write(fresh, header)
-    _say_all(f"{file}: {note}" for note in imported.notes)
+    say_all(f"{file}: {note}" for note in imported.notes)
     ids = sum(len(rows.ids) for rows in imported.layers.values())
     tokens = max((len(rows.token) for rows in imported.layers.values()), default=0)
     size = output.stat().st_size
@@ -180,104 +172,6 @@ def import_file(file: Path, kind: str, workload: str | None, output: Path, force
         return
     rows = [("workload", label), ("layers", str(len(header.layers))), ("tokens", str(tokens)), ("expert ids", str(ids))]
     print_table(f"wrote {output}, {format_bytes(size)}", rows)
-
-
-@main_group.command(context_settings=SETTINGS)
-@click.argument("model", type=_PATH)
-@click.option("-f", "files", type=_PATH, multiple=True, help="A prompt in a file, or a folder with one in each file.")
-@click.option("-p", "texts", multiple=True, help="A prompt.")
-@click.option("-n", "n_predict", type=click.IntRange(0), default=500, show_default=True, help="Tokens to generate a prompt.")
-@click.option("--workload", help="The label of the work.  Default: the output's name.")
-@click.option("--weights", is_flag=True, help="Record the router's weights too.")
-@click.option("--timing", is_flag=True, help="Record the time of each layer too.")
-@click.option("--engine", type=click.Choice(ENGINES), default="auto", show_default=True, help="Which llama.cpp to use.")
-@click.option("--context", "n_ctx", type=click.IntRange(1), help="Context in tokens.  Default: what the prompts need.")
-@click.option("--ubatch", "n_ubatch", type=click.IntRange(1), default=512, show_default=True, help="Prompt tokens at once.")
-@click.option("--threads", "n_threads", type=click.IntRange(1), help="Threads of llama.cpp.")
-@click.option("--temp", "temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Seed above temperature 0.")
-@click.option("--ignore-eos", is_flag=True, help="Go on behind the end of a text: each prompt gives all -n tokens.")
-@click.option("-o", "output", type=_PATH, required=True, help="The profile to write.")
-@click.option("--trace", "trace", type=_PATH, help="The trace to write.  Default: the output's name with .trace.")
-@force_option
-@json_option
-def record(
-    model: Path,
-    files: tuple[Path, ...],
-    texts: tuple[str, ...],
-    n_predict: int,
-    workload: str | None,
-    weights: bool,
-    timing: bool,
-    engine: str,
-    n_ctx: int | None,
-    n_ubatch: int,
-    n_threads: int | None,
-    temperature: float,
-    seed: int,
-    ignore_eos: bool,
-    output: Path,
-    trace: Path | None,
-    force: bool,
-    as_json: bool,
-) -> None:
-    """Run prompts through MODEL (a GGUF) and record every choice of its router: a trace, and the profile of it.
-
-    The trace grows while the model runs.  Ctrl-C, or a crash, leaves a valid one.
-
-    \b
-    Examples:
-      bel-profile record model.gguf -f prompts/code --workload code -o code.json
-      bel-profile record model.gguf -p "Write a poem" -n 100 -o poem.json --trace poem.trace
-    """
-    from bel.runtime.prompts import read_prompts
-    from bel.profiler.record import record as run
-    from bel.profiler.recording import RecordRequest
-    from bel.profiler.summarize import summarize as summarize_traces
-
-    label = _workload(workload, output)
-    trace = trace or output.with_suffix(".trace")
-    if trace.absolute() == output.absolute():
-        raise UsageError("the trace and the profile have one name", path=str(output), hint="Use -o NAME.json")
-    check_output(output, [model, *files], force=force)
-    check_output(trace, [model, *files], force=force, replaces="")
-    request = RecordRequest(
-        model=model,
-        trace=trace,
-        prompts=read_prompts(files, texts),
-        n_predict=n_predict,
-        workload=label,
-        weights=weights,
-        times=timing,
-        engine=engine,
-        n_ctx=n_ctx,
-        n_ubatch=n_ubatch,
-        n_threads=n_threads,
-        temperature=temperature,
-        seed=seed,
-        ignore_end=ignore_eos,
-        replace=force,
-    )
-    progress = Progress(NAME, unit=TOKEN_UNIT)
-    try:
-        result = run(request, lambda done, total: progress("record", done, total))
-    finally:
-        progress.close()
-    summary = summarize_traces([trace])
-    _say_all(summary.notes)
-    replace_file(output, encode_profile(summary.profile))
-    _report(f"wrote {trace} and {output}", output, summary.profile, as_json=as_json, extra=_recorded(result, trace))
-
-
-def _recorded(result: RecordResult, trace: Path) -> dict[str, Any]:
-    return {
-        "trace": str(trace),
-        "engine": {"name": result.engine, "build": result.engine_build},
-        "prompts": [
-            {"name": p.name, "prompt_tokens": p.prompt_tokens, "decode_tokens": p.decode_tokens, "ended": p.ended}
-            for p in result.prompts
-        ],
-    }
 
 
 def _reader(kind: str) -> Callable[[Path], Any]:
@@ -298,43 +192,7 @@ def _reader(kind: str) -> Callable[[Path], Any]:
     return read_vllm_npz
 
 
-def _workload(given: str | None, output: Path) -> str:
-    name = output.stem if given is None else given
-    try:
-        check_workload_name(name)
-    except ValueError as error:
-        raise UsageError(f"--workload: {error}", found=name) from None
-    return name
-
-
-def _say_all(notes: Any) -> None:
-    for note in notes:
-        say(NAME, note)
-
-
-def _report(title: str, output: Path, profile: Profile, *, as_json: bool, extra: dict[str, Any] | None = None) -> None:
-    """What a profile holds, in one object or one table."""
-    works = {
-        w.name: {
-            "weight": w.weight,
-            "prompt_tokens": max(x.prompt.tokens for x in w.layers),
-            "decode_tokens": max(x.decode.tokens for x in w.layers),
-        }
-        for w in profile.workloads
-    }
-    if as_json:
-        model = {"name": profile.model_name, "arch": profile.arch, "fingerprint": profile.fingerprint}
-        answer = {"profile": str(output), "model": model, "layers": len(profile.layers), "weighting": profile.weighting}
-        print_json({**answer, "workloads": works, **(extra or {})})
-        return
-    rows = [("model", profile.model_name or "(not named)"), ("layers", str(len(profile.layers)))]
-    rows += [
-        (name, f"{w['prompt_tokens']} prompt and {w['decode_tokens']} decode tokens, weight {w['weight']:.3f}")
-        for name, w in works.items()
-    ]
-    print_table(title, rows)
-
-
+main_group.add_command(record_command)
 main_group.add_command(plan_command)
 main_group.add_command(report_command)
 main_group.add_command(bandwidth_command)

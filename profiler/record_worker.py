@@ -22,17 +22,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bel.formats.bundle import is_bundle
 from bel.formats.errors import BadInputError, BelError, UsageError
-from bel.formats.experts import find_experts
 from bel.formats.fingerprint import fingerprint
-from bel.formats.gguf_model import GgufModel, open_model
 from bel.formats.trace import DECODE, PROMPT, TraceWriter
 from bel.formats.trace_header import TraceHeader, TraceLayer
+from bel.profiler.record_source import Source, architecture, model_name, open_source, run_source, trace_layers
 from bel.profiler.recording import PromptResult, RecordRequest, RecordResult, error_to_json
 from bel.profiler.router import Call, RouterObserver
+from bel.runtime.compiled import stay_plain
 from bel.runtime.context import Context, ContextOptions
 from bel.runtime.engine import Engine, Model
+from bel.runtime.generate import next_token
 from bel.runtime.sampling import Chooser
 
 APPEND_UBATCHES = 16
@@ -135,34 +135,35 @@ class Recorder:
 def record(request: RecordRequest, events: Events) -> RecordResult:
     """Do all that a request asks for, in this process.  Raises what goes wrong; the trace is closed in order then too."""
     _check(request)
-    source = open_model(request.model)
+    source = open_source(request)
     layers = trace_layers(source)
     engine = Engine.open(request.engine)
     engine.log_fd = sys.stderr.fileno()  # what the library says must be readable after it has ended this process
-    with engine.load(request.model) as model:
+    observer = RouterObserver(architecture(source), layers, weights=request.weights, times=request.times)
+    prompts: list[npt.NDArray[np.int32]] = []
+
+    def sizes(model: Model) -> ContextOptions:
         events.progress(0, 1)
-        prompts = [model.tokenize(prompt.text) for prompt in request.prompts]
-        options = _context_options(request, model, [len(tokens) for tokens in prompts])
-        observer = RouterObserver(source.arch or "", layers, weights=request.weights, times=request.times)
-        header = _header(request, source, layers, engine, options)
-        with (
-            model.context(options, observer) as context,
-            TraceWriter(request.trace, header, replace=request.replace) as trace,
-        ):
-            recorder = Recorder(context, observer, trace)
-            try:
-                results = tuple(_run(request, model, context, recorder, prompts, events))
-            except BaseException:
-                recorder.append()
-                if not recorder.n_ubatches:  # a file without a single call would be taken for a recording
-                    request.trace.unlink()
-                raise
+        prompts.extend(model.tokenize(prompt.text) for prompt in request.prompts)
+        return _context_options(request, model, [len(tokens) for tokens in prompts])
+
+    with (
+        run_source(source, request, engine, sizes, observer) as context,
+        TraceWriter(request.trace, _header(request, source, layers, context), replace=request.replace) as trace,
+    ):
+        recorder = Recorder(context, observer, trace)
+        try:
+            results = tuple(_run(request, context, recorder, prompts, events))
+        except BaseException:
+            recorder.append()
+            if not recorder.n_ubatches:  # a file without a single call would be taken for a recording
+                request.trace.unlink()
+            raise
     return RecordResult(engine.name, engine.build, results, recorder.prompt_seconds, recorder.decode_seconds)
 
 
 def _run(
     request: RecordRequest,
-    model: Model,
     context: Context,
     recorder: Recorder,
     prompts: list[npt.NDArray[np.int32]],
@@ -176,7 +177,7 @@ def _run(
             events.progress(done, total)
         made = 0
         while made < request.n_predict:
-            token = _next(request, model, chooser, context.logits[-1])
+            token = next_token(context.model, chooser, context.logits[-1], ignore_end=request.ignore_end)
             if token is None:
                 break
             recorder.decode(token)
@@ -189,39 +190,12 @@ def _run(
         yield PromptResult(prompt.name, len(tokens), made, made < request.n_predict)
 
 
-def _next(request: RecordRequest, model: Model, chooser: Chooser, logits: npt.NDArray[np.float32]) -> int | None:
-    """The next token, or None where the text ends.  With `ignore_end` the best token that does not end it."""
-    token = chooser.pick(logits)
-    if not model.is_end(token):
-        return token
-    if not request.ignore_end:
-        return None
-    banned = logits.copy()
-    while model.is_end(token):
-        banned[token] = -np.inf
-        token = chooser.pick(banned)
-    return token
-
-
-def trace_layers(source: GgufModel) -> tuple[TraceLayer, ...]:
-    """The layers that decoding routes in.  Raises BadInputError for a model without experts, or without a top-k."""
-    found = [layer for layer in find_experts(source) if not layer.is_mtp]
-    rows = []
-    for layer in found:
-        if layer.n_used is None:
-            raise BadInputError(f"the header has no {source.arch}.expert_used_count", path=str(source.first.path))
-        rows.append(TraceLayer(layer.layer, layer.n_expert, layer.n_used, sum(part.slice_bytes for part in layer.parts)))
-    if not rows:
-        raise BadInputError("all layers with experts are MTP blocks, which decoding never reaches", path=str(source.first.path))
-    return tuple(rows)
-
-
 def _check(request: RecordRequest) -> None:
-    if is_bundle(request.model):
-        raise UsageError("a bundle cannot be recorded yet", path=str(request.model), hint="Name the GGUF that it was made from")
-    counts = (request.n_ubatch, *(n for n in (request.n_ctx, request.n_threads) if n is not None))
+    counts = (request.n_ubatch, *(n for n in (request.n_ctx, request.n_threads, request.slots) if n is not None))
     if request.n_predict < 0 or min(counts) < 1 or not 0 <= request.temperature < float("inf"):
-        raise UsageError("a number of tokens or threads is below 1, or the temperature is below 0")
+        raise UsageError("a number of tokens, threads or slots is below 1, or the temperature is below 0")
+    if request.slots is not None and request.ram_bytes is not None:
+        raise UsageError("--slots and --ram exclude each other: each says how many slots there are", hint="Give one of them")
     if os.path.lexists(request.trace) and not request.replace:  # found out before a large model is loaded
         raise UsageError("the trace exists already", path=str(request.trace), hint="Use --force to replace it")
 
@@ -247,16 +221,15 @@ def _context_options(request: RecordRequest, model: Model, lengths: list[int]) -
     return ContextOptions(n_ctx, n_ubatch, n_ubatch, request.n_threads)
 
 
-def _header(
-    request: RecordRequest, source: GgufModel, layers: tuple[TraceLayer, ...], engine: Engine, options: ContextOptions
-) -> TraceHeader:
+def _header(request: RecordRequest, source: Source, layers: tuple[TraceLayer, ...], context: Context) -> TraceHeader:
     sampling: dict[str, Any] = {"temperature": request.temperature, "n_predict": request.n_predict}
     if request.temperature:
         sampling["seed"] = request.seed
+    options, engine = context.options, context.model.engine
     sampling |= {"n_ubatch": options.n_ubatch, "n_ctx": options.n_ctx, "ignore_end": request.ignore_end}
     return TraceHeader(
-        model_name=source.first.text("general.name") or source.first.path.stem,
-        arch=source.arch or "",
+        model_name=model_name(source),
+        arch=architecture(source),
         fingerprint=fingerprint(source),
         layers=layers,
         workload=request.workload,
@@ -271,6 +244,7 @@ def _header(
 
 def main() -> int:
     """The worker's process.  The last event tells how it ended; the exit status is 0 unless the library ended it."""
+    stay_plain()
     events = Events(int(sys.argv[1]))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays in force

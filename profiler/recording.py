@@ -17,12 +17,14 @@ DEFAULT_UBATCH = 512  # llama.cpp's own
 
 @dataclass(frozen=True, slots=True)
 class RecordRequest:
-    """One run: `model` (a GGUF), the prompts, and `trace`, the file to write.
+    """One run: `model` (a GGUF or a bundle), the prompts, and `trace`, the file to write.
 
     `n_predict` tokens are generated behind each prompt, fewer where the model ends its text; with `ignore_end` it may not.
     `temperature` 0 is greedy; above it, tokens are drawn with `seed`.  `n_ctx` is the context in tokens: without it, what
     the longest prompt needs, up to the model's trained context.  `n_ubatch` is how many prompt tokens are one ubatch.
-    `replace` lets an existing trace be overwritten.  `weights` and `times` add those columns.
+    `replace` lets an existing trace be overwritten.  `weights` and `times` add those columns, times not for a bundle.
+    Of a bundle `slots` experts of each layer are in memory, or as many as fit into `ram_bytes`; without either, into what
+    is free.
     """
 
     model: Path
@@ -40,6 +42,8 @@ class RecordRequest:
     seed: int = 0
     ignore_end: bool = False
     replace: bool = False
+    slots: int | None = None
+    ram_bytes: int | None = None
 
     def to_json(self) -> str:
         """One line of ASCII JSON; any path survives."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from bel.formats.atomic import read_head
@@ -28,6 +28,8 @@ from bel.runtime.skeleton import make_skeleton
 from bel.runtime.slot_budget import MemorySum, call_bytes, check_floor, fitting_slots, slots_bytes, uniform_slots
 
 PREFETCH_BYTES = 96 << 20
+_AHEAD_PART = 16
+"""Of the memory given, one part in so many at most is for experts that are read ahead."""
 _MIB = 1 << 20
 _BUFFER_LINE = re.compile(r"(KV|RS|compute) buffer size =\s*([\d.]+) MiB")
 
@@ -66,9 +68,13 @@ class BundleRun:
 
 @contextlib.contextmanager
 def open_run(
-    engine: Engine, bundle: Bundle, options: ContextOptions, slots: SlotOptions, inner: Observer | None = None
+    engine: Engine,
+    bundle: Bundle,
+    options: ContextOptions | Callable[[Model], ContextOptions],
+    slots: SlotOptions,
+    inner: Observer | None = None,
 ) -> Iterator[BundleRun]:
-    """Load a bundle and make a context on it.
+    """Load a bundle and make a context on it.  `options` may be a function of the model, for sizes that depend on its tokens.
 
     Raises DamagedBundleError for a bundle that is not whole, UsageError where slots or memory do not do, MachineError where
     the machine refuses.
@@ -85,18 +91,20 @@ def open_run(
         pager = Pager(bundle, reader, checks=slots.checks)
         model = stack.enter_context(_load(engine, bundle))
         observer = ExpertObserver(layers, manifest.tensors, arena, inner)
+        sizes = options if isinstance(options, ContextOptions) else options(model)
         engine.log.clear()
-        context = stack.enter_context(model.context(options, observer, observer.end))
+        context = stack.enter_context(model.context(sizes, observer, observer.end))
         kv_bytes, compute_bytes = _buffers(engine)
         other = process_bytes + manifest.dense.size_bytes + kv_bytes + compute_bytes
-        counts = _counts(layers, slots, other, context.n_ubatch)
-        observer.cache = ExpertCache(pager, arena, slots.policy, counts, prefetch_bytes=slots.prefetch_bytes)
+        ahead_bytes = _ahead_bytes(slots)
+        counts = _counts(layers, slots, other, context.n_ubatch, ahead_bytes)
+        observer.cache = ExpertCache(pager, arena, slots.policy, counts, prefetch_bytes=ahead_bytes)
         memory = MemorySum(
             process=process_bytes,
             dense=manifest.dense.size_bytes,
             kv=kv_bytes,
             compute=compute_bytes,
-            call=call_bytes(layers, counts, context.n_ubatch, slots.prefetch_bytes),
+            call=call_bytes(layers, counts, context.n_ubatch, ahead_bytes),
             slots=slots_bytes(layers, counts),
         )
         wanted = slots.wanted or {}
@@ -104,24 +112,34 @@ def open_run(
         yield BundleRun(model, context, observer.cache, pager, layers, memory, uploaded)
 
 
-def _counts(layers: Sequence[LayerLayout], options: SlotOptions, other_bytes: int, rows: int) -> tuple[int, ...]:
-    """Slots of each layer."""
+def _ahead_bytes(options: SlotOptions) -> int:
+    """What may be read ahead: of little memory a small part, for slots bring more."""
+    if options.ram_bytes is None:
+        return options.prefetch_bytes
+    return min(options.prefetch_bytes, options.ram_bytes // _AHEAD_PART)
+
+
+def _counts(
+    layers: Sequence[LayerLayout], options: SlotOptions, other_bytes: int, rows: int, ahead_bytes: int
+) -> tuple[int, ...]:
+    """Slots of each layer; none for MTP blocks, which no run reaches."""
     given = [x for x in (options.slots, options.slots_by_layer, options.ram_bytes) if x is not None]
     if len(given) > 1:
         raise UsageError("slots, a plan and a memory budget exclude each other", hint="Give one of them")
+    reached = [layer for layer in layers if not layer.is_mtp]
     if options.ram_bytes is not None:
-        return fitting_slots(layers, other_bytes, options.ram_bytes, rows, options.prefetch_bytes)
-    if options.slots_by_layer is not None:
+        counts = fitting_slots(reached, other_bytes, options.ram_bytes, rows, ahead_bytes)
+    elif options.slots_by_layer is not None:
         plan = options.slots_by_layer
-        missing = [layer.layer for layer in layers if layer.layer not in plan and not layer.is_mtp]
+        missing = [layer.layer for layer in reached if layer.layer not in plan]
         if missing:
             raise UsageError(f"the plan has no slots for layer {missing[0]}")
-        counts = tuple(plan.get(layer.layer, 0) for layer in layers)
+        counts = tuple(plan[layer.layer] for layer in reached)
     else:
-        counts = uniform_slots(layers, options.slots if options.slots is not None else max(x.n_expert for x in layers))
-    counts = tuple(0 if layer.is_mtp else count for layer, count in zip(layers, counts, strict=True))
-    check_floor([x for x in layers if not x.is_mtp], [c for x, c in zip(layers, counts, strict=True) if not x.is_mtp])
-    return counts
+        counts = uniform_slots(reached, options.slots if options.slots is not None else max(x.n_expert for x in layers))
+    check_floor(reached, counts)
+    by_layer = {layer.layer: count for layer, count in zip(reached, counts, strict=True)}
+    return tuple(0 if layer.is_mtp else by_layer[layer.layer] for layer in layers)
 
 
 @contextlib.contextmanager

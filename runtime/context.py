@@ -119,7 +119,11 @@ class Context:
         if self._error is not None or status != 0:
             self._fail(status, count)
         if self._after is not None:
-            self._after()
+            try:
+                self._after()
+            except BaseException:
+                self.clear()
+                raise
         self.n_past += count
         self._n_logits = count if all_logits else 1
 

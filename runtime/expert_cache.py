@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,6 +48,7 @@ class ExpertCache:
             if not 0 <= count <= layer.n_expert:
                 raise UsageError(f"layer {layer.layer} has {layer.n_expert} experts, not room for {count} slots")
             self._states.append(make_cache(policy, np.ones(layer.n_expert, np.int64), count))
+        self._following = _following(self._layers)
         self.slots = tuple(slots)
         self.prefetch_bytes = prefetch_bytes
         self.counters = Counters()
@@ -61,13 +63,14 @@ class ExpertCache:
     def preload(self, wanted: Sequence[Sequence[int]]) -> int:
         """Fill slots before the first call, `wanted[place]` experts of each layer, most wanted first.  Returns the bytes."""
         total = 0
-        for place, experts in enumerate(wanted):
-            chosen = preload(self._states[place], experts)
-            coming = self._start(place, {e: Load(place, e, self._arena.address(place, e)) for e in chosen})
-            if coming is not None:
-                self._finish_first(coming)
-                self._finish_rest(coming)
-            total += len(chosen) * self._layers[place].stride_bytes
+        with self._guarded():
+            for place, experts in enumerate(wanted):
+                chosen = preload(self._states[place], experts)
+                coming = self._start(place, {e: Load(place, e, self._arena.address(place, e)) for e in chosen})
+                if coming is not None:
+                    self._finish_first(coming)
+                    self._finish_rest(coming)
+                total += len(chosen) * self._layers[place].stride_bytes
         return total
 
     def serve(self, place: int, ids: npt.NDArray[np.uint16], *, whole: bool = True) -> None:
@@ -77,15 +80,24 @@ class ExpertCache:
         Raises what the reads and checksums raise, and MachineError for every call after that.
         """
         began = time.perf_counter_ns()
-        if not self._is_sound:
-            raise MachineError(
-                "a read of experts failed before, so those in memory cannot be trusted", hint="Load the bundle anew"
-            )
-        self._is_sound = False
-        self._release_cut()
-        counters = self.counters.now
-        done = step(self._states[place], ids)
-        ahead = self._take_ahead(place)
+        with self._guarded():
+            self._finish_rests()  # of a graph that ended early: else what is on its way would come into pages that moved
+            self._release_cut()
+            self._drop_spare(but_bytes=self._layers[place].stride_bytes)
+            done = step(self._states[place], ids)
+            self._load(place, done)
+            if whole:
+                self._finish_rests()
+            following = self._following[place]
+            # Pages of other sizes are of no use to the next layer, and would come on top of what it needs.
+            self._drop_spare(but_bytes=self._layers[following].stride_bytes if len(ids) > 1 else 0)
+            if following > place:
+                self._read_ahead(following, len(ids))
+        self.counters.now.callback_ns += time.perf_counter_ns() - began
+
+    def _load(self, place: int, done: Step) -> None:
+        """Load what a step of the policy asks for, into the pages of its victims; and count it."""
+        counters, ahead = self.counters.now, self._take_ahead(place)
         for expert in done.victims:
             self._free(place, expert)
         wanted = [*done.uploads, *(expert for expert in done.missed if expert not in ahead)]
@@ -95,25 +107,39 @@ class ExpertCache:
         if coming is not None:
             self._finish_first(coming)
             self._rest.append(coming)
-        if whole:
-            self.finish()
-        self._read_ahead(place + 1, len(ids))
-        if len(ids) == 1:
-            self._drop_spare()
         counters.calls += 1
         counters.accesses += done.distinct
         counters.missed += len(done.missed)
         counters.uploads += len(done.uploads)
         counters.prefetched_hits += sum(expert in ahead for expert in done.missed)
-        counters.callback_ns += time.perf_counter_ns() - began
-        self._is_sound = True
 
     def finish(self) -> None:
         """Wait for what the last `serve` left on its way."""
+        if self._rest:
+            began = time.perf_counter_ns()
+            with self._guarded():
+                self._finish_rests()
+            self.counters.now.callback_ns += time.perf_counter_ns() - began
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Whatever fails in here leaves nothing on its way, and no trust in what is in memory."""
+        if not self._is_sound:
+            raise MachineError(
+                "a read of experts failed before, so those in memory cannot be trusted", hint="Load the bundle anew"
+            )
+        self._is_sound = False
+        try:
+            yield
+        except Exception:
+            self._pager.abandon()
+            self._rest, self._ahead = [], None
+            raise
+        self._is_sound = True
+
+    def _finish_rests(self) -> None:
         while self._rest:
-            is_sound, self._is_sound = self._is_sound, False
             self._finish_rest(self._rest.pop())
-            self._is_sound = is_sound
 
     def resident(self, place: int) -> list[int]:
         """The experts in the slots of a layer."""
@@ -121,11 +147,12 @@ class ExpertCache:
 
     def settle(self) -> None:
         """At the end of a graph: give up what was only needed for it.  A read-ahead for a layer that did not come is waste."""
-        self.finish()
-        self._release_cut()
-        if self._ahead is not None:
-            self._take_ahead(NOWHERE)
-        self._drop_spare()
+        with self._guarded():
+            self._finish_rests()
+            self._release_cut()
+            if self._ahead is not None:
+                self._take_ahead(NOWHERE)
+            self._drop_spare()
 
     def _start(self, place: int, loads: dict[int, Load]) -> _Coming | None:
         """Begin to read blobs; first halves of all of them come before any rest."""
@@ -176,8 +203,11 @@ class ExpertCache:
             self._free(place, expert)
         self._cut = []
 
-    def _drop_spare(self) -> None:
+    def _drop_spare(self, *, but_bytes: int = 0) -> None:
+        """Give pages that nobody needs back to the machine, but those of blobs of `but_bytes`."""
         for size, addresses in self._spare.items():
+            if size == but_bytes:
+                continue
             for address in addresses:
                 self._arena.drop(address, size)
             addresses.clear()
@@ -204,8 +234,6 @@ class ExpertCache:
 
     def _read_ahead(self, place: int, rows: int) -> None:
         """Begin to read the next layer's experts that are not resident, where the call will use most of them."""
-        if place >= len(self._layers) or not self.prefetch_bytes:
-            return
         layer = self._layers[place]
         used = 1 - (1 - (layer.n_used or 0) / layer.n_expert) ** rows
         if used < PREFETCH_SHARE:
@@ -215,3 +243,9 @@ class ExpertCache:
         chosen = missing[: self.prefetch_bytes // layer.stride_bytes]
         if chosen:
             self._ahead = self._start(place, {expert: self._room(place, expert) for expert in chosen})
+
+
+def _following(layers: Sequence[LayerLayout]) -> list[int]:
+    """For each layer the one that is called next: the first one of the next graph behind the last.  No MTP block is called."""
+    n = len(layers)
+    return [next((p % n for p in range(i + 1, i + n) if not layers[p % n].is_mtp), i) for i in range(n)]

@@ -66,12 +66,16 @@ class ExpertObserver:
     def seen(self, tensor: Tensor) -> None:
         """Serve a choice.  Raises what the reads raise: the decode must not go on with wrong weights."""
         place = self._topk.get(tensor.raw_name)
-        if place is not None:
-            self._serve(place, tensor)
-        elif tensor.raw_name in self._before_last:
-            self.cache.finish()
-        if self.inner is not None and self.inner.ask(tensor):
-            self.inner.seen(tensor)
+        try:
+            if place is not None:
+                self._serve(place, tensor)
+            elif tensor.raw_name in self._before_last:
+                self.cache.finish()
+            if self.inner is not None and self.inner.ask(tensor):
+                self.inner.seen(tensor)
+        except BaseException:
+            self._served.clear()  # the decode ends here: what it served must not stand for what the next one leaves out
+            raise
 
     def _serve(self, place: int, tensor: Tensor) -> None:
         ids = tensor.array(2)

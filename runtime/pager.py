@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ class Pager:
         self._index = read_index(bundle) if checks else None
         self._first_digest = _first_digests(self.layers)
         self._tag = 0
+        self._under_way: set[int] = set()
 
     @property
     def name(self) -> str:
@@ -66,6 +68,7 @@ class Pager:
         """Begin to read one half of blobs, all at once; the tag is for `finish`."""
         self._tag += 1
         self._reader.submit([self._read(load, half) for load in loads], self._tag)
+        self._under_way.add(self._tag)
         return self._tag
 
     def _read(self, load: Load, half: int) -> Read:
@@ -76,7 +79,14 @@ class Pager:
 
     def finish(self, tag: int) -> None:
         """Wait until all that was started under `tag` has arrived.  Raises the error of a read that failed."""
+        self._under_way.discard(tag)
         self._reader.wait(tag)
+
+    def abandon(self) -> None:
+        """After an error: wait until nothing is under way.  What else fails is nothing new to whoever hears of the first."""
+        while self._under_way:
+            with contextlib.suppress(Exception):
+                self.finish(self._under_way.pop())
 
     def check(self, loads: Iterable[Load], half: int) -> None:
         """Compare the checksums of halves that arrived.  Raises DamagedBundleError, naming layer, expert and part."""

@@ -22,6 +22,7 @@ from bel.runtime.first_check import check_dense, check_tails
 from bel.runtime.free_memory import free_bytes
 from bel.runtime.policies import parse_policy
 from bel.runtime.run_options import DEFAULT_CONTEXT, RunOptions
+from bel.runtime.slot_budget import TooLittleMemory
 
 RESERVE_SHARE, RESERVE_BYTES = 0.1, 256 * MIB
 """Left to others of the memory that is free, where no budget is given: a share, and at least so many bytes."""
@@ -101,7 +102,7 @@ def _open_bundle(options: RunOptions, context_options: ContextOptions, inner: Ob
     with contextlib.ExitStack() as stack:
         try:
             run = stack.enter_context(open_run(engine, bundle, context_options, slots, inner))
-        except UsageError as error:
+        except TooLittleMemory as error:
             if not is_default:
                 raise
             raise UsageError(f"{error.cause}; no --ram was given, and this is what is free here", hint=error.hint) from None

@@ -15,6 +15,10 @@ _NEXT_RUN_BYTES = 4 << 20
 """The program takes a little more or less memory from run to run: what a message names shall be enough the next time."""
 
 
+class TooLittleMemory(UsageError):  # noqa: N818 - what it is, not that it is an error
+    """Not even one token's experts fit into the memory that there is."""
+
+
 @dataclass(frozen=True, slots=True)
 class MemorySum:
     """Bytes of a run by purpose.
@@ -37,13 +41,19 @@ class MemorySum:
 
 
 def call_bytes(layers: Sequence[LayerLayout], slots: Sequence[int], rows: int, prefetch_bytes: int) -> int:
-    """What the largest call of `rows` rows needs beside the slots, and what may be read ahead meanwhile."""
-    most = 0
+    """What the largest call of `rows` rows needs beside the slots, and what may be read ahead meanwhile.
+
+    Of a layer's experts at most those without a slot stand beside its slots, whatever they were loaded for.
+    """
+    most, ahead = 0, 0
     for layer, count in zip(layers, slots, strict=True):
-        distinct = min(layer.n_expert, rows * (layer.n_used or layer.n_expert))
+        if layer.is_mtp:  # never called
+            continue
+        rest = layer.n_expert - count
         # A fixed set keeps none of the call's experts that it does not hold.
-        most = max(most, min(distinct, layer.n_expert - count) * layer.stride_bytes)
-    return most + prefetch_bytes
+        most = max(most, min(rows * (layer.n_used or layer.n_expert), rest) * layer.stride_bytes)
+        ahead = max(ahead, min(prefetch_bytes // layer.stride_bytes, rest) * layer.stride_bytes)
+    return most + ahead
 
 
 def uniform_slots(layers: Sequence[LayerLayout], count: int) -> tuple[int, ...]:
@@ -72,21 +82,21 @@ def fitting_slots(
 ) -> tuple[int, ...]:
     """The most uniform slots with which everything fits into `ram_bytes`; `other_bytes` is what does not depend on them.
 
-    Raises UsageError, naming the smallest memory that works, where not even one token's experts fit.
+    Raises TooLittleMemory, naming the smallest memory that works, where not even one token's experts fit.
     """
     floor = max(min(layer.n_used or 1, layer.n_expert) for layer in layers)
-    best = None
+    sums = []
     for count in range(floor, max(layer.n_expert for layer in layers) + 1):
         slots = uniform_slots(layers, count)
         need = other_bytes + slots_bytes(layers, slots) + call_bytes(layers, slots, rows, prefetch_bytes) + MARGIN_BYTES
-        if need <= ram_bytes:
-            best = slots
-        elif best is None:
-            named = -(-(need + _NEXT_RUN_BYTES) // (1 << 20))
-            raise UsageError(
-                f"the model does not fit into --ram {format_bytes(ram_bytes)}: with {count} slots a layer (its top-k) it needs "
-                f"{format_bytes(need)}",
-                hint=f"Give --ram {named}M or more, a smaller --context, or a smaller --ubatch",
-            )
-    assert best is not None, "there is at least one expert in a layer"
-    return best
+        sums.append((need, slots))
+    fitting = [slots for need, slots in sums if need <= ram_bytes]
+    if fitting:
+        return fitting[-1]
+    need, slots = min(sums)  # of few layers more slots may need less: what is beside them shrinks
+    named = -(-(need + _NEXT_RUN_BYTES) // (1 << 20))
+    raise TooLittleMemory(
+        f"the model does not fit into --ram {format_bytes(ram_bytes)}: with {max(slots)} slots a layer"
+        f"{' (its top-k)' if max(slots) == floor else ''} it needs {format_bytes(need)}",
+        hint=f"Give --ram {named}M or more, a smaller --context, or a smaller --ubatch",
+    )

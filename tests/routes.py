@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from hypothesis import strategies as st
 
 from bel.formats.trace import DECODE, PROMPT, TraceWriter
 from bel.formats.trace_calls import LayerCalls
 from bel.formats.trace_header import TraceHeader, TraceLayer
 
 Call = tuple[int, Sequence[Sequence[int]]]  # (phase, rows of ids)
+
+
+def some_row(n_expert: int, top_k: int) -> st.SearchStrategy[list[int]]:
+    """Any row of ids, in one draw: hypothesis takes ten times as long for a permutation."""
+    return st.sampled_from(_rows(n_expert, top_k)).map(list)
+
+
+@cache
+def _rows(n_expert: int, top_k: int) -> list[tuple[int, ...]]:
+    return list(permutations(range(n_expert), top_k))
 
 
 def layer_calls(calls: Sequence[Call], n_expert: int, top_k: int, *, token: Sequence[int] | None = None) -> LayerCalls:

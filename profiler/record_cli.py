@@ -1,0 +1,133 @@
+"""`bel-profile record`: prompts in, a trace and its profile out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from bel.formats.console import SETTINGS, TOKENS, Progress, json_option
+from bel.formats.errors import UsageError
+from bel.formats.profile_json import encode_profile
+from bel.formats.staging import replace_file
+from bel.formats.units import parse_bytes
+from bel.profiler.output import check_output
+from bel.profiler.profile_cli import NAME, force_option, report_profile, say_all, workload_label
+
+if TYPE_CHECKING:
+    from bel.profiler.recording import RecordResult
+
+ENGINES = ("auto", "xllamacpp", "llama-cpp-python")
+_PATH = click.Path(path_type=Path)
+
+
+@click.command("record", context_settings=SETTINGS)
+@click.argument("model", type=_PATH)
+@click.option("-f", "files", type=_PATH, multiple=True, help="A prompt in a file, or a folder with one in each file.")
+@click.option("-p", "texts", multiple=True, help="A prompt.")
+@click.option("-n", "n_predict", type=click.IntRange(0), default=500, show_default=True, help="Tokens to generate a prompt.")
+@click.option("--workload", help="The label of the work.  Default: the output's name.")
+@click.option("--weights", is_flag=True, help="Record the router's weights too.")
+@click.option("--timing", is_flag=True, help="Record the time of each layer too: of a GGUF.")
+@click.option("--engine", type=click.Choice(ENGINES), default="auto", show_default=True, help="Which llama.cpp to use.")
+@click.option("--context", "n_ctx", type=click.IntRange(1), help="Context in tokens.  Default: what the prompts need.")
+@click.option("--ubatch", "n_ubatch", type=click.IntRange(1), default=512, show_default=True, help="Prompt tokens at once.")
+@click.option("--threads", "n_threads", type=click.IntRange(1), help="Threads of llama.cpp.")
+@click.option("--temp", "temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Seed above temperature 0.")
+@click.option("--slots", type=click.IntRange(1), help="Of a bundle: slots for experts in every layer.")
+@click.option(
+    "--ram",
+    metavar="SIZE",
+    help="Of a bundle: memory for the process that runs it, as many slots as fit.  Default: what is free now.",
+)
+@click.option("--ignore-eos", is_flag=True, help="Go on behind the end of a text: each prompt gives all -n tokens.")
+@click.option("-o", "output", type=_PATH, required=True, help="The profile to write.")
+@click.option("--trace", "trace", type=_PATH, help="The trace to write.  Default: the output's name with .trace.")
+@force_option
+@json_option
+def record_command(
+    model: Path,
+    files: tuple[Path, ...],
+    texts: tuple[str, ...],
+    n_predict: int,
+    workload: str | None,
+    weights: bool,
+    timing: bool,
+    engine: str,
+    n_ctx: int | None,
+    n_ubatch: int,
+    n_threads: int | None,
+    temperature: float,
+    seed: int,
+    slots: int | None,
+    ram: str | None,
+    ignore_eos: bool,
+    output: Path,
+    trace: Path | None,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Run prompts through MODEL and record every choice of its router: a trace, and the profile of it.
+
+    MODEL is a GGUF, or a bundle, which may be bigger than memory: both choose the same experts.  The trace grows while the
+    model runs.  Ctrl-C, or a crash, leaves a valid one.
+
+    \b
+    Examples:
+      bel-profile record model.gguf -f prompts/code --workload code -o code.json
+      bel-profile record model.bel -f prompts/code --ram 8G -o code.json
+      bel-profile record model.gguf -p "Write a poem" -n 100 -o poem.json --trace poem.trace
+    """
+    from bel.profiler.record import record as run
+    from bel.profiler.recording import RecordRequest
+    from bel.runtime.prompts import read_prompts
+
+    label = workload_label(workload, output)
+    trace = trace or output.with_suffix(".trace")
+    if trace.absolute() == output.absolute():
+        raise UsageError("the trace and the profile have one name", path=str(output), hint="Use -o NAME.json")
+    check_output(output, [model, *files], force=force)
+    check_output(trace, [model, *files], force=force, replaces="")
+    request = RecordRequest(
+        model=model,
+        trace=trace,
+        prompts=read_prompts(files, texts),
+        n_predict=n_predict,
+        workload=label,
+        weights=weights,
+        times=timing,
+        engine=engine,
+        n_ctx=n_ctx,
+        n_ubatch=n_ubatch,
+        n_threads=n_threads,
+        temperature=temperature,
+        seed=seed,
+        ignore_end=ignore_eos,
+        replace=force,
+        slots=slots,
+        ram_bytes=None if ram is None else parse_bytes(ram),
+    )
+    progress = Progress(NAME, unit=TOKENS)
+    try:
+        result = run(request, lambda done, total: progress("record", done, total))
+    finally:
+        progress.close()
+    from bel.profiler.summarize import summarize as summarize_traces  # its compiler takes memory that the model may need
+
+    summary = summarize_traces([trace])
+    say_all(summary.notes)
+    replace_file(output, encode_profile(summary.profile))
+    report_profile(f"wrote {trace} and {output}", output, summary.profile, as_json=as_json, extra=_recorded(result, trace))
+
+
+def _recorded(result: RecordResult, trace: Path) -> dict[str, Any]:
+    return {
+        "trace": str(trace),
+        "engine": {"name": result.engine, "build": result.engine_build},
+        "prompts": [
+            {"name": p.name, "prompt_tokens": p.prompt_tokens, "decode_tokens": p.decode_tokens, "ended": p.ended}
+            for p in result.prompts
+        ],
+    }
