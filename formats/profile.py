@@ -59,6 +59,10 @@ class LayerStats:
         """Selections of each expert in both phases."""
         return tuple(a + b for a, b in zip(self.prompt.counts, self.decode.counts, strict=True))
 
+    def counts_of(self, phase: str) -> tuple[int, ...]:
+        """Selections of each expert in "decode", "prompt" or "all"."""
+        return {"prompt": self.prompt.counts, "decode": self.decode.counts, "all": self.counts}[phase]
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -105,20 +109,22 @@ def weighted(workloads: tuple[Workload, ...], weighting: str) -> tuple[Workload,
     return tuple(replace(w, weight=w.tokens / total) for w in workloads)
 
 
-def frequency_by_layer(profile: Profile) -> dict[int, list[float] | None]:
-    """For each layer the share of its selections that each expert has: the weighted mean over the workloads.
+def expert_shares(profile: Profile, place: int, phase: str = "all") -> list[float] | None:
+    """The share of each expert in the selections of one layer, by its place: the weighted mean over the workloads.
 
-    A workload without selections in a layer has no say there; None where no workload has any.
+    `phase` is "decode", "prompt" or "all".  A workload without selections in it has no say; None where no workload has any.
     """
-    answer: dict[int, list[float] | None] = {}
-    for place, info in enumerate(profile.layers):
-        mean, weight = [0.0] * info.n_expert, 0.0
-        for work in profile.workloads:
-            counts = work.layers[place].counts
-            total = sum(counts)
-            if not total or not work.weight:
-                continue
-            weight += work.weight
-            mean = [m + work.weight * c / total for m, c in zip(mean, counts, strict=True)]
-        answer[info.layer] = [m / weight for m in mean] if weight else None
-    return answer
+    mean, weight = [0.0] * profile.layers[place].n_expert, 0.0
+    for work in profile.workloads:
+        counts = work.layers[place].counts_of(phase)
+        total = sum(counts)
+        if not total or not work.weight:
+            continue
+        weight += work.weight
+        mean = [m + work.weight * c / total for m, c in zip(mean, counts, strict=True)]
+    return [m / weight for m in mean] if weight else None
+
+
+def frequency_by_layer(profile: Profile) -> dict[int, list[float] | None]:
+    """`expert_shares` of each layer by its number."""
+    return {info.layer: expert_shares(profile, place) for place, info in enumerate(profile.layers)}

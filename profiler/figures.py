@@ -28,12 +28,13 @@ MAX_HEAT = 3.0  # times the flat share; hotter experts look the same
 MAX_LABEL_CHARS = 24
 
 
-def _percent_axis(axis: Any, label: str) -> None:
+def percent_axis(axis: Any, label: str) -> None:
+    """Shares on an axis, shown in percent."""
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f}"))
     axis.set_label_text(label)
 
 
-def _end_labels(axes: Axes, ends: Sequence[tuple[float, str, str]], x: float) -> None:
+def end_labels(axes: Axes, ends: Sequence[tuple[float, str, str]], x: float) -> None:
     """Labels right of `x` at the heights of their lines, moved apart where they would overlap; (height, text, colour)."""
     low, high = axes.get_ylim()
     rows = sorted(ends)
@@ -64,9 +65,9 @@ def _spread(values: Iterable[float | None]) -> str:
     return low if low == high else f"{low.removesuffix(' %')} to {high}"
 
 
-def _label(work: WorkloadAnswer) -> str:
-    """The name of a workload, cut: a longer one would leave no room for the figure."""
-    return work.name if len(work.name) <= MAX_LABEL_CHARS else work.name[: MAX_LABEL_CHARS - 3] + "..."
+def cut_name(name: str) -> str:
+    """The name of a workload or policy, cut: a longer one would leave no room for the figure."""
+    return name if len(name) <= MAX_LABEL_CHARS else name[: MAX_LABEL_CHARS - 3] + "..."
 
 
 def _colour(place: int) -> str:
@@ -94,7 +95,9 @@ def hot_figure(report: Report) -> Drawing | None:
                 if share is None:
                     continue
                 axes.barh(at, share, step * 0.86, color=_colour(place))
-                axes.annotate(f"{_label(work)} {percent(share)}", (share, at), (5, 0), textcoords="offset points", va="center")
+                axes.annotate(
+                    f"{cut_name(work.name)} {percent(share)}", (share, at), (5, 0), textcoords="offset points", va="center"
+                )
             flat = chance(works[0])
             if flat is not None:
                 axes.plot([flat, flat], [row - 0.44, row + 0.44], color=INK, linewidth=1.6)
@@ -104,7 +107,7 @@ def hot_figure(report: Report) -> Drawing | None:
         axes.set_xlim(0, 1.12)
         axes.set_xticks(np.arange(0, 1.01, 0.2))
         axes.grid(visible=False, axis="y")
-        _percent_axis(axes.xaxis, "share of the selections or of the accesses, %")
+        percent_axis(axes.xaxis, "share of the selections or of the accesses, %")
 
     lru = [w.half.lru for w in works]
     title = f"The top tenth of the experts carries {_spread(w.top_share for w in works)} of the selections"
@@ -131,8 +134,8 @@ def curve_figure(work: WorkloadAnswer) -> Drawing | None:
         axes.set_xlim(0, 1)
         axes.set_ylim(0, 1.02)
         axes.set_xticks([0, 0.25, 0.5, 0.75, 1])
-        _percent_axis(axes.xaxis, f"experts resident, % (100 % = {half.slots / half.fraction:.0f} slots a layer)")
-        _percent_axis(axes.yaxis, "hit rate, %")
+        percent_axis(axes.xaxis, f"experts resident, % (100 % = {half.slots / half.fraction:.0f} slots a layer)")
+        percent_axis(axes.yaxis, "hit rate, %")
         axes.text(0.985, 0.055 + 0.068 * len(known), f"at {half.slots} slots", color=MUTED, ha="right", fontsize=9.5)
         for row, policy in enumerate(reversed(known)):
             text = f"{POLICY_NAMES[policy]}  {percent(getattr(half, policy))}"
@@ -171,8 +174,8 @@ def layer_figure(work: WorkloadAnswer) -> Drawing | None:
         axes.set_xlim(work.layers[0].layer - 0.3, work.layers[-1].layer + 0.3)
         axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
         axes.set_xlabel("layer")
-        _percent_axis(axes.yaxis, "hit rate with half of the experts, %")
-        _end_labels(axes, ends, work.layers[-1].layer + 0.3)
+        percent_axis(axes.yaxis, "hit rate with half of the experts, %")
+        end_labels(axes, ends, work.layers[-1].layer + 0.3)
 
     title = f"{work.name}: hit rates by layer"
     if lru:
@@ -199,8 +202,8 @@ def usage_figure(report: Report) -> Drawing | None:
                     heat[row, : layer.n_expert] = np.array(layer.usage)[order]
             axes.imshow(heat, aspect="auto", interpolation="nearest", cmap="YlGnBu", vmin=0, vmax=MAX_HEAT)
             axes.grid(visible=False)
-            axes.set_title(_label(work), fontsize=10.5, color=INK, loc="left")
-            axes.set_xlabel(f"experts, the most used in {_label(works[0])} first")
+            axes.set_title(cut_name(work.name), fontsize=10.5, color=INK, loc="left")
+            axes.set_xlabel(f"experts, the most used in {cut_name(works[0].name)} first")
         rows = np.unique(np.linspace(0, len(orders) - 1, min(len(orders), 13)).astype(int))
         panels[0].set_yticks(rows, [str(works[0].layers[r].layer) for r in rows])
         panels[0].set_ylabel("layer")
@@ -234,7 +237,7 @@ def enough_figure(report: Report) -> Drawing | None:
             line = [(e.tokens, e.hit_rate) for e in work.enough if e.hit_rate is not None]
             axes.plot(*zip(*line, strict=True), "-o", markersize=5, color=_colour(place))
             axes.plot([work.enough[-1].tokens, last], [line[-1][1]] * 2, ":", color=_colour(place), linewidth=1)
-        ends = [(w.enough[-1].hit_rate or 0.0, f"{_label(w)}, all {w.enough[-1].tokens}", _colour(i)) for i, w in works]
+        ends = [(w.enough[-1].hit_rate or 0.0, f"{cut_name(w.name)}, all {w.enough[-1].tokens}", _colour(i)) for i, w in works]
         axes.set_xscale("log")
         ticks = sorted({e.tokens for _, w in works for e in w.enough if not e.is_whole})
         axes.set_xticks(ticks, [f"{t:,}".replace(",", "\u2009") for t in ticks])
@@ -242,8 +245,8 @@ def enough_figure(report: Report) -> Drawing | None:
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlim(ticks[0] * 0.9 if ticks else None, last * 1.06)
         axes.set_xlabel("tokens of profile")
-        _percent_axis(axes.yaxis, "held-out hit rate of a static half, %")
-        _end_labels(axes, ends, last * 1.06)
+        percent_axis(axes.yaxis, "held-out hit rate of a static half, %")
+        end_labels(axes, ends, last * 1.06)
 
     found = [(w.name, enough_tokens(w)) for _, w in works]
     parts = [f"{name} {'more than ' if e.is_whole else ''}{e.tokens}" for name, e in found if e]

@@ -21,7 +21,7 @@ from bel.formats.plan import (
     PlanWork,
     Prediction,
 )
-from bel.formats.profile import Profile
+from bel.formats.profile import Profile, expert_shares
 from bel.formats.units import format_bytes
 from bel.profiler.clock import BLOCKING, Clock, make_clock
 from bel.profiler.demand import Demand, WorkDemand
@@ -37,14 +37,22 @@ LRU, COUNTS = "lru", "static"
 class Planned:
     """A plan; `is_uniform`: nothing better than uniform slots was found.  `note` says what was clamped, "" if nothing.
 
-    `blocking` is the seconds per token of the plan and of uniform slots where fetches hide behind nothing; None without
-    times.
+    `uniform` are the slots of each layer that the plan is compared with, of the same bytes.  `blocking` is the seconds per
+    token of the plan and of uniform slots where fetches hide behind nothing, and `link_bytes_per_s` the rate of the link
+    that misses come over; both None without times.
     """
 
     plan: Plan
     is_uniform: bool
     note: str
+    uniform: tuple[int, ...]
     blocking: tuple[float, float] | None
+    link_bytes_per_s: float | None
+
+    def transfer_seconds(self, column: str) -> float | None:
+        """Seconds per token in which the link is busy, for a column of `plan.predicted`; partly hidden behind compute."""
+        moved = self.plan.predicted[column].bytes_per_token
+        return None if moved is None or self.link_bytes_per_s is None else moved / self.link_bytes_per_s
 
 
 def make_plan(given: PlanInput, budget_bytes: int, objective: str, clock: Clock | None, notes: Sequence[str] = ()) -> Planned:
@@ -85,7 +93,9 @@ def make_plan(given: PlanInput, budget_bytes: int, objective: str, clock: Clock 
         ),
         choice.is_uniform,
         note,
+        bench.uniform,
         bench.blocking(choice.slots),
+        None if clock is None else float(room.slot_bytes.sum() / clock.fetch_s.sum()),
     )
 
 
@@ -98,11 +108,8 @@ def _layers(profile: Profile, room: Room, slots: Slots) -> tuple[PlanLayer, ...]
 
 def _preload(profile: Profile, place: int, slots: int) -> tuple[int, ...]:
     """The experts with the largest share of the layer's decode selections, the weighted mean over the workloads."""
-    wanted = np.zeros(profile.layers[place].n_expert)
-    for work in profile.workloads:
-        counts = np.array(work.layers[place].decode.counts, np.float64)
-        if counts.any():
-            wanted += work.weight * counts / counts.sum()
+    shares = expert_shares(profile, place, "decode")
+    wanted = np.zeros(profile.layers[place].n_expert) if shares is None else np.array(shares)
     return tuple(by_use(wanted)[:slots].tolist())
 
 
@@ -115,6 +122,11 @@ class _Bench:
         self._aim = clock if objective == STALL else None
         self._uniform = along(even_path(room), room, budget_bytes)
         self._held_out = self._plan_halves()
+
+    @property
+    def uniform(self) -> tuple[int, ...]:
+        """Uniform slots of each layer."""
+        return tuple(self._uniform.tolist())
 
     def choose(self, works: Sequence[WorkDemand]) -> Choice:
         """The plan for a mix."""

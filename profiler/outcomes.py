@@ -24,8 +24,8 @@ from bel.profiler.locality import by_use
 from bel.profiler.replay import BELADY_POLICY, Counted, Replayed, global_stream, layer_stream, replay
 from bel.profiler.slot_budgets import Budget, SharedBudget, has_sizes, item_sizes
 from bel.profiler.static_sets import static_hits
-from bel.profiler.tier_caches import Room, Tiers
-from bel.profiler.tier_links import serve_tiers, total
+from bel.profiler.tier_caches import CPU, Room, Tiers
+from bel.profiler.tier_links import Served, serve_tiers, total
 from bel.profiler.work import Work
 from bel.runtime.policies import LRU, Policy
 
@@ -38,13 +38,13 @@ Each = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]
 class Setup:
     """What is the same for all policies and budgets.
 
-    `keep_whole`: a call that is larger than the cache stays in it until the next one has been looked up.  With `host_bytes`
-    the cache is in VRAM and misses come through a RAM of so many bytes for all layers: `host_tier` and `on_miss` as in
-    `tier_caches.Tiers`.  `clock` prices the misses of decode calls.
+    `keep_whole`: a call that is larger than the cache stays in it until the next one has been looked up.  With `host` the
+    cache is in VRAM and misses come through a RAM of that size: `host_tier` and `on_miss` as in `tier_caches.Tiers`.
+    `clock` prices the misses of decode calls.
     """
 
     keep_whole: bool = False
-    host_bytes: int | None = None
+    host: Room | None = None
     host_tier: str = "exclusive"
     on_miss: str = "load"
     clock: Clock | None = None
@@ -57,6 +57,7 @@ class Outcome:
     `hits` in the cache.  `cold` misses are at the first use of an expert in its run, of whatever phase.  `uploads` experts were
     loaded though no call missed them (repick).  Bytes on each link, None where the size of an expert or the link is not
     known: with one tier every miss and every upload is one read from NVMe.  `seconds` of all steps, where they are priced.
+    Of the misses `host_hits` were in RAM, and `on_cpu` were computed on the CPU; None without a tier of RAM.
     """
 
     hits: int
@@ -66,6 +67,8 @@ class Outcome:
     h2d_bytes: int | None = None
     d2h_bytes: int | None = None
     seconds: float | None = None
+    host_hits: int | None = None
+    on_cpu: int | None = None
 
 
 def outcome(
@@ -75,8 +78,8 @@ def outcome(
 
     `each` maps over layers, as `map` does or with threads: the inner loops run without the interpreter's lock.
     """
-    if setup.host_bytes is not None:
-        return _tiered(work, policy, _orders(work, wanted, budget), budget, setup)
+    if setup.host is not None:
+        return _tiered(work, policy, _orders(work, wanted, budget), budget, setup.host, setup)
     if isinstance(budget, SharedBudget):
         resident = () if wanted is None else shared_set(wanted, work.layers, budget.capacity)
         return _replayed(
@@ -158,24 +161,29 @@ def _replayed(work: Work, runs: Sequence[Sequence[Part]], setup: Setup) -> Outco
 
 
 def _seconds(work: Work, runs: Sequence[Sequence[Part]], clock: Clock) -> float:
-    """Of all steps.  What is uploaded in a call goes over the link with the call's misses."""
+    """Of all steps.  What is uploaded in a call goes over the link with the call's misses.
+
+    An upload takes as long as a miss of the layer that is called: not quite so in one cache for layers of several sizes.
+    """
     seconds = 0.0
     for layers, counted, parts in zip(work.runs, work.counted, runs, strict=True):
         place = np.concatenate([p.place for p in parts])
         fetches = np.concatenate([p.done.misses + p.done.uploads for p in parts])
-        by_layer = [fetches[place == i] for i in range(len(layers))]
-        seconds += float(price(clock, _by_step(layers, counted, by_layer)).seconds.sum())
+        seconds += float(price(clock, _by_step(layers, counted, place, fetches)).seconds.sum())
     return seconds
 
 
 def _by_step(
-    layers: Sequence[LayerCalls], counted: Sequence[Counted], amounts: Sequence[npt.NDArray[np.int32]]
+    layers: Sequence[LayerCalls], counted: Sequence[Counted], place: npt.NDArray[np.int64], amount: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.int32]:
-    """(T, L): an amount of each layer's calls (C,) by step, which is an ubatch of the run."""
+    """(T, L): an amount of each call by step, which is an ubatch of the run.
+
+    `place` and `amount` are of all calls; those of one layer come in their own order.
+    """
     steps = np.unique(np.concatenate([c.ubatch[mask] for c, mask in zip(layers, counted, strict=True)]))
     table = np.zeros((len(steps), len(layers)), np.int32)
-    for i, (c, mask, amount) in enumerate(zip(layers, counted, amounts, strict=True)):
-        np.add.at(table[:, i], np.searchsorted(steps, c.ubatch[mask]), amount[mask])
+    for i, (c, mask) in enumerate(zip(layers, counted, strict=True)):
+        np.add.at(table[:, i], np.searchsorted(steps, c.ubatch[mask]), amount[place == i][mask])
     return table
 
 
@@ -205,21 +213,43 @@ def _orders(work: Work, wanted: Sequence[Wanted] | None, budget: Budget | Shared
 
 
 def _tiered(
-    work: Work, policy: Policy, orders: tuple[tuple[int, ...], ...], budget: Budget | SharedBudget, setup: Setup
+    work: Work, policy: Policy, orders: tuple[tuple[int, ...], ...], budget: Budget | SharedBudget, host: Room, setup: Setup
 ) -> Outcome:
     vram = Room(slots=budget.slots) if isinstance(budget, Budget) else Room(shared_bytes=budget.capacity)
     tiers = Tiers(
         policy=policy,
         vram=vram,
-        ram=Room(shared_bytes=setup.host_bytes),
+        ram=host,
         host_tier=setup.host_tier,
         on_miss=setup.on_miss,
         preloaded=orders,
         keep_whole=setup.keep_whole,
         seed=_SEED,
     )
-    sums = total([serve_tiers(run, counted, tiers) for run, counted in zip(work.runs, work.counted, strict=True)])
-    return Outcome(sums.hits, sums.cold, 0, sums.nvme_bytes, sums.h2d_bytes, sums.d2h_bytes)
+    runs = [serve_tiers(run, counted, tiers) for run, counted in zip(work.runs, work.counted, strict=True)]
+    sums = total(runs)
+    return Outcome(
+        hits=sums.hits,
+        cold=sums.cold,
+        uploads=sums.uploads,
+        nvme_bytes=sums.nvme_bytes,
+        h2d_bytes=sums.h2d_bytes,
+        d2h_bytes=sums.d2h_bytes,
+        seconds=None if setup.clock is None else _tiered_seconds(work, runs, setup.clock),
+        host_hits=sums.from_ram,
+        on_cpu=sums.on_cpu,
+    )
+
+
+def _tiered_seconds(work: Work, runs: Sequence[Served], clock: Clock) -> float:
+    """Of all steps: reads from NVMe and loads from RAM, uploads among them as in `_seconds`, and what the CPU computes."""
+    seconds = 0.0
+    for layers, counted, done in zip(work.runs, work.counted, runs, strict=True):
+        reads, on_cpu, loads = (
+            _by_step(layers, counted, done.place, amount) for amount in (done.nvme_reads, done.on_cpu, done.ram_loads)
+        )
+        seconds += float(price(clock, reads, on_cpu, loads).seconds.sum())
+    return seconds
 
 
 def sum_bytes(experts: Sequence[int], layers: Sequence[TraceLayer]) -> int | None:
@@ -229,10 +259,16 @@ def sum_bytes(experts: Sequence[int], layers: Sequence[TraceLayer]) -> int | Non
     return sum(count * size for count, size in zip(experts, item_sizes(layers), strict=True))
 
 
-def trace_clock(costs: Costs, traces: Sequence[Trace], layers: Sequence[TraceLayer], kind: str) -> Clock:
-    """A clock for misses that are read from NVMe: layer times of the costs, else the median of the traces' decode calls.
+def trace_clock(
+    costs: Costs, traces: Sequence[Trace], layers: Sequence[TraceLayer], kind: str, setup: Setup | None = None
+) -> Clock:
+    """A clock for misses as `setup` has them: layer times of the costs, else the median of the traces' decode calls.
 
-    Raises UsageError where the time of a layer or the size of an expert is not known.
+    Without a tier of RAM a miss is read from NVMe.  With one an expert goes on to VRAM while the next is read, so that its
+    time is that of the slower of the two links, and what RAM has takes the link to VRAM alone.  What leaves VRAM goes the
+    other way and takes no time from either.
+
+    Raises UsageError where the time of a layer, the size of an expert, or a measure that the tiers need is not known.
     """
     if not has_sizes(layers):
         raise UsageError("--costs needs the bytes of an expert, and no input knows those of every layer")
@@ -245,7 +281,25 @@ def trace_clock(costs: Costs, traces: Sequence[Trace], layers: Sequence[TraceLay
             cause = f"--costs needs measured layer times, and {source} none of layer {info.layer}"
             raise UsageError(cause, hint="Record with --timing")
         seconds.append(known)
-    return make_clock(kind, seconds, np.array(item_sizes(layers)) / costs.nvme_bytes_per_s)
+    sizes = np.array(item_sizes(layers))
+    read = sizes / costs.nvme_bytes_per_s
+    if setup is None or setup.host is None:
+        return make_clock(kind, seconds, read)
+    rate, cpu = _tier_costs(costs, setup.on_miss)
+    return make_clock(kind, seconds, np.maximum(read, sizes / rate), cpu, sizes / rate)
+
+
+def _tier_costs(costs: Costs, on_miss: str) -> tuple[float, float]:
+    """Bytes per second from host to device, and seconds of an expert on the CPU (0 where none is computed there)."""
+    if costs.h2d_bytes_per_s is None:
+        cause = "with a RAM tier --costs needs h2d_bytes_per_s, the rate from host to device, and the costs have none"
+        raise UsageError(cause, hint="Measure them with `bel-profile bandwidth` on the machine with the GPU")
+    if on_miss != CPU:
+        return costs.h2d_bytes_per_s, 0.0
+    if costs.cpu_expert_seconds is None:
+        cause = "--on-miss cpu with --costs needs cpu_expert_seconds, one expert on the CPU, and the costs have none"
+        raise UsageError(cause, hint="`bel-profile bandwidth MODEL`, with llama.cpp installed, measures it")
+    return costs.h2d_bytes_per_s, costs.cpu_expert_seconds
 
 
 def _median_seconds(runs: Sequence[LayerCalls]) -> float | None:

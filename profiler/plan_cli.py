@@ -13,8 +13,10 @@ from bel.formats.console import SETTINGS, json_option, print_json, print_table, 
 from bel.formats.errors import UsageError
 from bel.formats.plan import MISSES, OBJECTIVES, STALL
 from bel.formats.staging import replace_file
-from bel.formats.units import format_bytes, parse_bytes
+from bel.formats.units import parse_bytes
 from bel.profiler.output import check_inputs, check_output
+from bel.profiler.page import need_plot
+from bel.profiler.table_cli import print_grid, table_console
 
 if TYPE_CHECKING:
     from bel.formats.costs import Costs
@@ -56,10 +58,12 @@ class _Budget:
     default=CLOCKS[0],
     show_default=True,
     help="When fetches start: all at the start of a token (arrival), when a layer has chosen, beside its own compute "
-    "(demand), or before its compute (blocking).",
+    "(demand), or before its compute (blocking).  bel-run reads nothing ahead while it decodes: blocking is the clock "
+    "that predicts it.",
 )
 @click.option("-o", "output", type=_PATH, help="The plan to write.")
-@click.option("--force", is_flag=True, help="Replace an existing output that is no plan.")
+@click.option("--html", "page", type=_PATH, help="Also write one self-contained page with figures.")
+@click.option("--force", is_flag=True, help="Replace an existing page, or an existing output that is no plan.")
 @json_option
 def plan_command(
     inputs: tuple[Path, ...],
@@ -73,6 +77,7 @@ def plan_command(
     costs_path: Path | None,
     clock_kind: str,
     output: Path | None,
+    page: Path | None,
     force: bool,
     as_json: bool,
 ) -> None:
@@ -85,6 +90,7 @@ def plan_command(
     Examples:
       bel-profile plan merged.json --model model.bel --ram 16G --costs costs.json -o plan.json
       bel-profile plan code.json --model model.gguf --vram 12G --ram 32G --context 16384 --kv q8_0
+      bel-profile plan code.trace --slots-bytes 8G --costs costs.json --clock blocking --html plan.html
       bel-profile plan code.trace chat.trace --slots-bytes 8G --objective misses --json
     """
     from bel.profiler.make_plan import make_plan
@@ -95,6 +101,8 @@ def plan_command(
     check_inputs(extra)
     if output is not None:
         _check_output(output, [*inputs, *extra], force=force)
+    if page is not None:
+        _check_page(page, [*inputs, *extra], output, force=force)
     sizes = {"vram": vram, "ram": ram, "slots_bytes": slots_text}
     asked = {name: parse_bytes(text) for name, text in sizes.items() if text is not None}
     costs = _load_costs(costs_path)
@@ -112,13 +120,34 @@ def plan_command(
     planned = make_plan(given, budget.slots_bytes, goal, clock, _assumptions(given, clock, budget.link))
     if planned.note:
         say(NAME, planned.note)
-    _show(planned, output, as_json=as_json)
+    _write(planned, output, page)
+    _show(planned, as_json=as_json)
+
+
+def _write(planned: Planned, output: Path | None, page: Path | None) -> None:
+    from bel.formats.plan_json import encode_plan
+
+    if output is not None:
+        replace_file(output, encode_plan(planned.plan))
+        say(NAME, f"wrote {output}")
+    if page is not None:
+        from bel.profiler.plan_page import make_page
+
+        replace_file(page, make_page(planned).encode())
+        say(NAME, f"wrote {page}")
 
 
 def _check_output(output: Path, inputs: Sequence[Path], *, force: bool) -> None:
     from bel.formats.plan_json import FORMAT
 
     check_output(output, inputs, force=force, replaces=FORMAT)
+
+
+def _check_page(page: Path, inputs: Sequence[Path], output: Path | None, *, force: bool) -> None:
+    if output is not None and page.absolute() == output.absolute():
+        raise UsageError("the plan and the page have one name", path=str(page), hint="Use --html NAME.html")
+    check_output(page, inputs, force=force, replaces="")
+    need_plot()
 
 
 def _load_costs(path: Path | None) -> Costs | None:
@@ -186,25 +215,17 @@ def _assumptions(given: PlanInput, clock: Clock | None, link: str) -> tuple[str,
     return tuple(notes)
 
 
-def _show(planned: Planned, output: Path | None, *, as_json: bool) -> None:
-    from bel.formats.plan_json import encode_plan, plan_to_json
-    from bel.profiler.plan_tables import layer_rows, prediction_rows, verdicts
+def _show(planned: Planned, *, as_json: bool) -> None:
+    from bel.formats.plan_json import plan_to_json
+    from bel.profiler.plan_tables import layer_rows, plan_title, prediction_table, verdicts
 
     plan = planned.plan
-    if output is not None:
-        replace_file(output, encode_plan(plan))
-        say(NAME, f"wrote {output}")
     if as_json:
         print_json(plan_to_json(plan))
         return
-    goal = "seconds of stall" if plan.objective == STALL else "misses"
-    total = sum(x.n_expert for x in plan.layers)
-    slots = sum(x.slots for x in plan.layers)
-    title = f"{slots} of {total} experts in slots, {format_bytes(plan.slots_bytes)}, made for the fewest {goal}"
-    print_table(title, layer_rows(plan))
+    print_table(plan_title(plan), layer_rows(plan))
     click.echo()
-    for number, line in enumerate(prediction_rows(plan)):
-        click.secho(line, bold=number == 0)
+    print_grid(table_console(), prediction_table(plan))
     click.echo()
     for line in [*verdicts(planned), *(f"Assumed: {note}." for note in plan.notes)]:
         click.echo(line)

@@ -7,11 +7,19 @@ import math
 from bel.formats.plan import BELADY, COLUMNS, HELD_OUT, IN_SAMPLE, RANDOM, STALL, UNIFORM, Plan, Prediction
 from bel.formats.units import MIB, format_bytes
 from bel.profiler.make_plan import Planned
+from bel.profiler.table import Table
 from bel.profiler.verdicts import DASH, percent
 
 GROUPS = 8  # rows of layers
-_NAMES = {IN_SAMPLE: "this plan", HELD_OUT: "held out", UNIFORM: "uniform", RANDOM: "random", BELADY: "Belady"}
+COLUMN_NAMES = {IN_SAMPLE: "this plan", HELD_OUT: "held out", UNIFORM: "uniform", RANDOM: "random", BELADY: "Belady"}
 _NOTICEABLE = 0.01  # a smaller difference is none that anybody would see
+
+
+def plan_title(plan: Plan) -> str:
+    """What the plan is, in a line."""
+    goal = "seconds of stall" if plan.objective == STALL else "misses"
+    slots, total = sum(x.slots for x in plan.layers), sum(x.n_expert for x in plan.layers)
+    return f"{slots} of {total} experts in slots, {format_bytes(plan.slots_bytes)}, made for the fewest {goal}"
 
 
 def layer_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -31,15 +39,20 @@ def layer_rows(plan: Plan) -> list[tuple[str, str]]:
     return rows
 
 
-def prediction_rows(plan: Plan) -> list[str]:
-    """Lines of a table: the figures per decode token of the plan and of what it is compared with."""
+def prediction_table(plan: Plan) -> Table:
+    """The figures per decode token of the plan and of what it is compared with."""
     head = ("per token", "hit rate", "misses", "MiB read", "ms", "ms stalled")
-    cells = [head, *((_NAMES[name], *_cells(plan.predicted[name])) for name in COLUMNS)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *(text.rjust(w) for text, w in zip(row[1:], widths[1:], strict=True))])
-        for row in cells
-    ]
+    rows = tuple((COLUMN_NAMES[name], *_cells(plan.predicted[name])) for name in COLUMNS)
+    return Table("What a token costs with this plan, and with other slots of the same bytes", head, rows)
+
+
+def layer_table(planned: Planned) -> Table:
+    """The slots of each layer."""
+    rows = tuple(
+        (str(x.layer), str(x.n_expert), str(x.slots), str(uniform), format_bytes(x.slots * x.slot_bytes))
+        for x, uniform in zip(planned.plan.layers, planned.uniform, strict=True)
+    )
+    return Table("Slots of each layer", ("layer", "experts", "slots", "uniform slots", "bytes of the slots"), rows)
 
 
 def _cells(row: Prediction) -> tuple[str, ...]:

@@ -136,12 +136,17 @@ def replay(
     state = make_cache(policy, sizes, capacity, keep_whole=keep_whole, seed=seed)
     preload(state, preloaded)
     many = len(stream.counted)
-    next_use = next_uses(stream) if policy.kind == BELADY else np.empty(0, np.int64)
+    next_use = foresight(policy, stream)
     counts = np.zeros((4, many), np.int32)
     uploaded = np.zeros(many, np.int64)
     where = (stream.ids, stream.id_start, stream.top_k, stream.base, stream.ticks)
     _replay(state.ints, state.reals, *where, next_use, stream.n_items, len(preloaded) > 0, counts, uploaded)
     return Replayed(counts[0], counts[1], counts[2], counts[3], uploaded)
+
+
+def foresight(policy: Policy, stream: Stream) -> npt.NDArray[np.int64]:
+    """What a policy knows of the future: `next_uses` for Belady, nothing (0,) for all others."""
+    return next_uses(stream) if policy.kind == BELADY else np.empty(0, np.int64)
 
 
 def next_uses(stream: Stream) -> npt.NDArray[np.int64]:
@@ -188,6 +193,7 @@ def _replay(
 ) -> None:
     """Fill `counts` (4, C), the first four of Replayed, and `uploaded` (C,)."""
     seen = np.zeros(n_items, np.bool_)
+    start = int(np.int64(0))  # a literal 0 has a type of its own: all policies would be compiled a second time for it
     width = top_k[0] if len(top_k) else 1
     is_even = (top_k == width).all()
     table = ids[: len(ids) // width * width].reshape((len(ids) // width, width))
@@ -201,7 +207,7 @@ def _replay(
         else:
             rows = (last - first) // top_k[c]
             call = ids[first:last].reshape((rows, top_k[c]))
-            distinct, missed, _, _, uploads = serve(ints, reals, call, 0, rows, base[c], ticks[c])
+            distinct, missed, _, _, uploads = serve(ints, reals, call, start, rows, base[c], ticks[c])
         counts[0, c] = distinct
         counts[1, c] = missed
         counts[3, c] = uploads

@@ -7,20 +7,18 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bel.formats.console import SETTINGS, json_option, print_json, rich_console, say
-from bel.formats.errors import MachineError, UsageError
+from bel.formats.console import SETTINGS, json_option, print_json, say
+from bel.formats.errors import UsageError
 from bel.formats.staging import replace_file
 from bel.profiler.output import check_inputs, check_output
+from bel.profiler.page import need_plot
+from bel.profiler.table_cli import print_grid, table_console
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from bel.profiler.answers import Report
-    from bel.profiler.report_tables import Table
 
 NAME = "bel-profile"
 _PATH = click.Path(path_type=Path)
-_FILE_COLUMNS = 150  # a pipe or file has no width; the widest table fits
 
 
 @click.command("report", context_settings=SETTINGS)
@@ -56,7 +54,7 @@ def report_command(
     check_inputs(inputs)
     if page is not None:
         check_output(page, inputs, force=force, replaces="")
-        _need_plot()
+        need_plot()
     measured = measure(inputs, View(phase, one_by_one))
     for note in measured.notes:
         say(NAME, note)
@@ -75,13 +73,6 @@ def report_command(
         _print_report(report)
 
 
-def _need_plot() -> None:
-    try:
-        import matplotlib as _  # noqa: F401
-    except ImportError:
-        raise MachineError("--html needs matplotlib", hint="Install it with: pip install 'bel-toolkit[plot]'") from None
-
-
 def _print_report(report: Report) -> None:
     from rich.padding import Padding
     from rich.text import Text
@@ -89,9 +80,7 @@ def _print_report(report: Report) -> None:
     from bel.profiler.report_tables import all_tables, phase_words
     from bel.profiler.verdicts import verdicts
 
-    console = rich_console()
-    if not console.is_terminal:
-        console = rich_console(width=_FILE_COLUMNS)
+    console = table_console()
     console.print(Text(f"{report.model_name or '(no name)'}: {phase_words(report)}", style="bold"))
     for verdict in verdicts(report):
         console.print(Text("\n" + verdict.question, style="bold cyan"))
@@ -101,26 +90,6 @@ def _print_report(report: Report) -> None:
         console.print(Text(f"\nmissing: {line}", style="yellow"))
     for table in all_tables(report):
         console.print(Text("\n" + table.title, style="bold cyan"))
-        _print_table(console, table)
+        print_grid(console, table)
         if table.note:
             console.print(Text(table.note, style="dim"))
-
-
-def _print_table(console: Console, table: Table) -> None:
-    """Heads wrap between words where the terminal is narrow; a number is never wrapped or cut."""
-    from rich import box
-    from rich.table import Table as Grid
-    from rich.text import Text
-
-    cells = list(zip(*table.rows, strict=True))
-    least = [max(map(len, [*column, *head.split()])) for head, column in zip(table.columns, cells, strict=True)]
-    most = [max(width, len(head)) for head, width in zip(table.columns, least, strict=True)]
-    is_wide = sum(most) + 3 * len(most) <= console.width
-    grid = Grid(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1) if is_wide else (0, 1, 0, 0))
-    for i, head in enumerate(table.columns):
-        width = most[i] if is_wide else least[i]
-        grid.add_column(Text(head), justify="left" if i < table.labels else "right", width=width)
-    for row in table.rows:
-        grid.add_row(*map(Text, row))
-    # A console as wide as the table: rich would squeeze its cells into a narrower one.
-    rich_console(width=max(console.width, sum(most) + 4 * len(most))).print(grid)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from bel.formats.units import format_bytes
 from bel.profiler.answers import Report, WorkloadAnswer
+from bel.profiler.table import Table
 from bel.profiler.verdicts import DASH, percent, points
 
 POLICY_NAMES = {
@@ -16,17 +16,6 @@ POLICY_NAMES = {
     "lru": "LRU",
     "belady": "Belady",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A title, column heads, and rows of as many cells.  The first `labels` columns are names, the others numbers."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    note: str = ""
-    labels: int = 1
 
 
 def phase_words(report: Report) -> str:

@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 
 from bel.formats.errors import UsageError, printable
-from bel.formats.profile import Profile
-from bel.formats.trace import PHASES
+from bel.formats.profile import Profile, expert_shares
 from bel.formats.trace_header import TraceLayer
 from bel.profiler.outcomes import Outcome, Setup, Wanted, outcome, sum_bytes
 from bel.profiler.replay import BELADY_POLICY
@@ -65,7 +64,8 @@ class Row:
     """One policy with one budget.
 
     `slots_by_layer` is None with one cache for all layers.  `slots_bytes`: all slots, or that cache's capacity; None where a
-    layer's size is not known.  `size` orders budgets: that, or the number of slots.
+    layer's size is not known.  `experts`: what one cache for all layers holds where it counts experts, else None.  `size`
+    orders budgets: the bytes, or the number of slots or experts.
 
     `regret` is (H_belady - H) / (H_belady - H_random), all with the same budget: 0 for Belady, 1 for a set drawn at random,
     of which the resident share of the accesses is the exact expectation.  It is negative for a set that beats Belady, and
@@ -81,11 +81,14 @@ class Row:
     accesses: int
     found: Outcome
     regret: float | None
+    experts: int | None = None
 
     @property
     def size(self) -> int:
         """Larger for a larger budget of the same table."""
-        return sum((self.slots_by_layer or {}).values()) if self.slots_bytes is None else self.slots_bytes
+        if self.slots_bytes is not None:
+            return self.slots_bytes
+        return sum((self.slots_by_layer or {}).values()) if self.experts is None else self.experts
 
     @property
     def hits(self) -> int:
@@ -105,6 +108,16 @@ class Row:
     def per_token(self, amount: float | None) -> float | None:
         """An amount by the tokens; None where it is not known or there are none."""
         return amount / self.tokens if self.tokens and amount is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """All rows, budget after budget, and what they are of."""
+
+    rows: tuple[Row, ...]
+    work: Work
+    setup: Setup
+    model_name: str
 
 
 def parse_policies(text: str) -> tuple[Policy, ...]:
@@ -144,7 +157,7 @@ def simulate(
     jobs = [(b, policy.cache, w, chosen) for b in sizes for policy, w in zip(policies, wanted, strict=True)]
     jobs += [(b, BELADY_POLICY, None, bound) for b in sizes]
     with ThreadPoolExecutor(threads) as pool:
-        if isinstance(sizes[0], SharedBudget) or chosen.host_bytes is not None:  # whole caches share the cores
+        if isinstance(sizes[0], SharedBudget) or chosen.host is not None:  # whole caches share the cores
             found = list(pool.map(lambda job: outcome(work, job[1], job[2], job[0], job[3]), jobs))
         else:
             found = [outcome(work, policy, w, b, s, pool.map) for b, policy, w, s in jobs]
@@ -170,24 +183,14 @@ def _wanted(policy: Policy, work: Work, profiles: dict[str, Profile]) -> list[Wa
         return None
     answer = []
     for place, (info, counts) in enumerate(zip(work.layers, work.counts, strict=True)):
-        shares = _shares(profiles[policy.profile], place, work.phase)
-        if counts.accesses and not shares.any():
+        shares = expert_shares(profiles[policy.profile], place, work.phase)
+        if counts.accesses and shares is None:
             what = "selections" if work.phase == "all" else f"{work.phase} selections"
             cause = f"the profile has no {what} in layer {info.layer} to make a set from"
             raise UsageError(cause, path=policy.profile, hint="Use another --phase, or a profile of such work")
-        answer.append(shares * info.top_k)  # uses per token, so that layers can be compared
+        shown = np.zeros(info.n_expert) if shares is None else np.array(shares)
+        answer.append(shown * info.top_k)  # uses per token, so that layers can be compared
     return answer
-
-
-def _shares(profile: Profile, place: int, phase: str) -> Wanted:
-    """(n_expert,): the share of each expert in the selections of `phase`, the weighted mean over the workloads."""
-    mean = np.zeros(profile.layers[place].n_expert)
-    for work in profile.workloads:
-        stats = (work.layers[place].prompt, work.layers[place].decode)
-        counts = np.sum([stats[p].counts for p in PHASES[phase]], axis=0)
-        if counts.any():
-            mean += work.weight * (counts / counts.sum())
-    return mean
 
 
 def _row(work: Work, policy: Policy, budget: Budget | SharedBudget, found: Outcome, best_hits: int) -> Row:
@@ -201,6 +204,7 @@ def _row(work: Work, policy: Policy, budget: Budget | SharedBudget, found: Outco
         accesses=sum(c.accesses for c in work.counts),
         found=found,
         regret=_regret(work, budget, found.hits, best_hits),
+        experts=budget.capacity if isinstance(budget, SharedBudget) and not has_sizes(work.layers) else None,
     )
 
 
@@ -239,7 +243,7 @@ def knees(rows: Sequence[Row]) -> dict[str, Row]:
 
 
 def rows_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Rows as they are printed with `--json`.  A link that is not simulated and a time that is not priced are None."""
+    """Rows as they are printed with `--json`.  A tier or link that is not simulated and a time that is not priced are None."""
     return [
         {
             "policy": r.policy,
@@ -252,6 +256,8 @@ def rows_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
             "misses": r.misses,
             "cold_misses": r.found.cold,
             "uploads": r.found.uploads,
+            "host_hits": r.found.host_hits,
+            "on_cpu": r.found.on_cpu,
             "hit_rate": r.hit_rate,
             "bytes_per_token": {
                 "nvme": r.per_token(r.found.nvme_bytes),

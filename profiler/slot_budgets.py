@@ -104,6 +104,11 @@ def byte_budget(total_bytes: int, layers: Sequence[TraceLayer]) -> Budget:
     return Budget(_clamped(slots, layers, "").slots, note)
 
 
+def host_slots(slots: int, layers: Sequence[TraceLayer]) -> Budget:
+    """So many slots of RAM for each layer, clamped to the experts that it has."""
+    return _clamped([slots] * len(layers), layers, f"--host-slots {slots}")
+
+
 def _shared_budget(option: str, part: str, layers: Sequence[TraceLayer]) -> SharedBudget:
     sizes = item_sizes(layers)
     total = sum(x.n_expert * size for x, size in zip(layers, sizes, strict=True))

@@ -66,14 +66,14 @@ def split_calls(runs: Sequence[LayerCalls], phases: Sequence[int]) -> Split:
         folds = _halve(rows, edges)
         if folds is not None:
             return Split(BY_RUN, folds)
-    folds = _halve(rows, [_starts_prompt(c) for c in runs])
+    folds = _halve(rows, [starts_prompt(c) for c in runs])
     if folds is not None:
         return Split(BY_PROMPT, folds)
     folds = _halve(rows, [np.ones(len(r), np.bool_) for r in rows])
     return Split(BY_TOKEN, folds if folds is not None else [np.where(r > 0, 0, NOT_COUNTED).astype(np.int8) for r in rows])
 
 
-def _starts_prompt(calls: LayerCalls) -> npt.NDArray[np.bool_]:
+def starts_prompt(calls: LayerCalls) -> npt.NDArray[np.bool_]:
     """(C,): calls whose first token does not come after the last one of the call before: a new prompt begins."""
     starts = np.ones(len(calls.phase), np.bool_)
     first, last = calls.token[calls.row_start[:-1]], calls.token[calls.row_start[1:] - 1]

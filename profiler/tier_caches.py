@@ -45,7 +45,8 @@ class Tiers:
 
     `preloaded` and `ram_preloaded`: the experts of each layer, most wanted first, that are loaded before the first call as far
     as there is room, layer by layer in a shared room; these loads are not counted.  An expert is preloaded into one tier, but
-    for an inclusive RAM, which has all that VRAM has.  `keep_whole` as in `make_cache`.
+    for an inclusive RAM, which has all that VRAM has.  `keep_whole` as in `make_cache`; `seed` is that of the first cache, and
+    those of further layers count on.
     """
 
     policy: Policy
@@ -96,7 +97,9 @@ class TierCaches:
             many = np.bincount(self._layer_of, minlength=len(self._first))
             made = [(np.ones(n, np.int64), slots) for n, slots in zip(many, room.slots, strict=True)]
             self.places[rows[0]], self.places[rows[1]] = self._layer_of, items - np.array(self._first)[self._layer_of]
-        states = [make_cache(policy, s, c, keep_whole=tiers.keep_whole, seed=tiers.seed) for s, c in made]
+        states = [
+            make_cache(policy, s, c, keep_whole=tiers.keep_whole, seed=tiers.seed + place) for place, (s, c) in enumerate(made)
+        ]
         columns = max(s.ints.shape[1] for s in states)
         ints, reals = np.zeros((len(states), INT_ROWS, columns), np.int64), np.zeros((len(states), REAL_ROWS, columns))
         for place, state in enumerate(states):

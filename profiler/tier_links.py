@@ -36,11 +36,24 @@ import numpy as np
 import numpy.typing as npt
 
 from bel.formats.trace_calls import LayerCalls
-from bel.profiler.replay import Counted, Stream, global_stream, next_uses
+from bel.profiler.replay import Counted, foresight, global_stream
 from bel.profiler.tier_caches import CPU, HOST_TIERS, TierCaches, Tiers
-from bel.profiler.tiers import COLD, D2H, DISTINCT, FROM_NVME, FROM_RAM, H2D, NVME, ON_CPU, serve_calls
+from bel.profiler.tiers import (
+    COLD,
+    COUNTS,
+    D2H,
+    DISTINCT,
+    FROM_NVME,
+    FROM_RAM,
+    H2D,
+    NVME,
+    NVME_READS,
+    ON_CPU,
+    RAM_LOADS,
+    UPLOADED,
+    serve_calls,
+)
 from bel.runtime.cache_rows import Ints
-from bel.runtime.policies import BELADY, Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +62,10 @@ class Served:
 
     `place` i64 is the place of the call's layer among the model's, `counted` bool as given, `tokens` the most counted rows of a
     layer.  i32 counts of distinct experts: `hits` in VRAM; `from_ram` and `from_nvme`, the misses, of which `cold` were read at
-    the first use in the run and `on_cpu` computed on the CPU, a call of several rows once.  i64 bytes of each link,
-    `nvme_bytes`, `h2d_bytes` and `d2h_bytes`, with the uploads of repick; None where the size of an expert is not known.
+    the first use in the run and `on_cpu` computed on the CPU, a call of several rows once; `uploads` were loaded though no
+    call missed them (repick).  Over the links went, uploads and all, `nvme_reads` experts from NVMe, and `ram_loads` into
+    VRAM that RAM had.  i64 bytes of each link, `nvme_bytes`, `h2d_bytes` and `d2h_bytes`; None where the size of an expert
+    is not known.
     """
 
     place: npt.NDArray[np.int64]
@@ -61,6 +76,9 @@ class Served:
     from_nvme: npt.NDArray[np.int32]
     cold: npt.NDArray[np.int32]
     on_cpu: npt.NDArray[np.int32]
+    uploads: npt.NDArray[np.int32]
+    nvme_reads: npt.NDArray[np.int32]
+    ram_loads: npt.NDArray[np.int32]
     nvme_bytes: Ints | None
     h2d_bytes: Ints | None
     d2h_bytes: Ints | None
@@ -76,6 +94,7 @@ class Totals:
     from_nvme: int
     cold: int
     on_cpu: int
+    uploads: int
     nvme_bytes: int | None
     h2d_bytes: int | None
     d2h_bytes: int | None
@@ -102,7 +121,7 @@ def serve_tiers(layers: Sequence[LayerCalls], counted: Sequence[Counted], tiers:
 def serve_from(caches: TierCaches, layers: Sequence[LayerCalls], counted: Sequence[Counted], tiers: Tiers) -> Served:
     """`serve_tiers` from caches that were made with these tiers; they are left as they are after the last call."""
     stream = global_stream(layers, counted)
-    counts = np.zeros((5, len(stream.place)), np.int32)
+    counts = np.zeros((COUNTS, len(stream.place)), np.int32)
     moved = np.zeros((3, len(stream.place)), np.int64)
     is_own = tiers.vram.slots is not None
     serve_calls(
@@ -115,7 +134,7 @@ def serve_from(caches: TierCaches, layers: Sequence[LayerCalls], counted: Sequen
         stream.top_k,
         stream.base,
         np.ones_like(stream.ticks) if is_own else stream.ticks,
-        _next(stream, tiers.policy),
+        foresight(tiers.policy, stream),
         HOST_TIERS[tiers.host_tier],
         tiers.on_miss == CPU,
         counts,
@@ -131,6 +150,9 @@ def serve_from(caches: TierCaches, layers: Sequence[LayerCalls], counted: Sequen
         from_nvme=counts[FROM_NVME],
         cold=counts[COLD],
         on_cpu=counts[ON_CPU],
+        uploads=counts[UPLOADED],
+        nvme_reads=counts[NVME_READS],
+        ram_loads=counts[RAM_LOADS],
         nvme_bytes=amounts[NVME],
         h2d_bytes=amounts[H2D],
         d2h_bytes=amounts[D2H],
@@ -146,9 +168,5 @@ def total(runs: Sequence[Served]) -> Totals:
             return None
         return sum(int(c[run.counted].sum()) for c, run in zip(columns, runs, strict=True))
 
-    names = ("hits", "from_ram", "from_nvme", "cold", "on_cpu", "nvme_bytes", "h2d_bytes", "d2h_bytes")
+    names = ("hits", "from_ram", "from_nvme", "cold", "on_cpu", "uploads", "nvme_bytes", "h2d_bytes", "d2h_bytes")
     return Totals(tokens=sum(run.tokens for run in runs), **{name: add(name) for name in names})
-
-
-def _next(stream: Stream, policy: Policy) -> Ints:
-    return next_uses(stream) if policy.kind == BELADY else np.empty(0, np.int64)

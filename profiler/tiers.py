@@ -40,8 +40,10 @@ from bel.runtime.policies import ARC, LFU_FORGET, LRU, RANDOM, REPICK, S3FIFO, S
 EXCLUSIVE, INCLUSIVE, COPY_ON_READ = range(3)
 VRAM_STATE, VRAM_ITEM, RAM_STATE, RAM_ITEM, BYTES = range(5)
 """Rows of `places`: which cache of each tier an item of the run may be in, as which item of it, and its bytes."""
-DISTINCT, FROM_RAM, FROM_NVME, COLD, ON_CPU = range(5)
-"""Rows of `counts`."""
+DISTINCT, FROM_RAM, FROM_NVME, COLD, ON_CPU, UPLOADED, NVME_READS, RAM_LOADS = range(8)
+"""Rows of `counts`.  The last two are what goes over the links, with the uploads: reads from NVMe, and loads into VRAM of what
+RAM had."""
+COUNTS = 8
 NVME, H2D, D2H = range(3)
 """Rows of `moved`."""
 _ANY_CALL = -2
@@ -64,12 +66,13 @@ def serve_calls(
     counts: npt.NDArray[np.int32],
     moved: Ints,
 ) -> None:
-    """Serve all calls of a run: fill `counts` (5, C) and `moved` (3, C), in units of BYTES.
+    """Serve all calls of a run: fill `counts` (COUNTS, C) and `moved` (3, C), in units of BYTES.
 
     `vram` and `reals` (caches, rows, columns), `ram` likewise, `places` (5, items of the run); the calls are those of a
     Stream of all layers.  `next_use` (N,) for Belady, else empty.
     """
     seen = np.zeros(places.shape[1], np.bool_)
+    start = int(np.int64(0))  # a literal 0 has a type of its own: all policies would be compiled a second time for it
     for c in range(len(top_k)):
         first, last = id_start[c], id_start[c + 1]
         rows = (last - first) // top_k[c]
@@ -80,19 +83,21 @@ def serve_calls(
             for i in range(first, last):
                 v_reals[COUNT, shift + np.int64(ids[i])] = next_use[i]
         call = ids[first:last].reshape((rows, top_k[c]))
-        distinct, missed, victims, cut, uploads = serve(v, v_reals, call, 0, rows, shift, ticks[c])
+        distinct, missed, victims, cut, uploads = serve(v, v_reals, call, start, rows, shift, ticks[c])
         counts[DISTINCT, c] = distinct
         for i in range(distinct):
             item = zero + v[OWN, i]
             ram[places[RAM_STATE, item], CALLED, places[RAM_ITEM, item]] = c
-        given_up = 0
+        given_up = start
         if v[CONFIG, KIND] == REPICK:  # its victims left before the call, which may miss them
             for i in range(uploads):
                 item = zero + v[UPLOADS, i]
                 is_found = _bring(ram, places, item, c, kind != EXCLUSIVE)
+                counts[UPLOADED, c] += 1
+                counts[RAM_LOADS if is_found else NVME_READS, c] += 1
                 moved[NVME, c] += 0 if is_found else places[BYTES, item]
                 moved[H2D, c] += places[BYTES, item]
-            moved[D2H, c] += _give_up(ram, places, v, 0, victims, zero, kind, c)
+            moved[D2H, c] += _give_up(ram, places, v, start, victims, zero, kind, c)
             for i in range(uploads):
                 _settle(vram, reals, ram, places, zero + v[UPLOADS, i], kind, c)
             given_up = victims
@@ -103,6 +108,8 @@ def serve_calls(
             counts[FROM_RAM if is_found else FROM_NVME, c] += 1
             counts[COLD, c] += not is_found and not seen[item]
             counts[ON_CPU, c] += is_computed
+            counts[NVME_READS, c] += not is_found
+            counts[RAM_LOADS, c] += is_found and not is_computed
             moved[NVME, c] += 0 if is_found else places[BYTES, item]
             moved[H2D, c] += 0 if is_computed else places[BYTES, item]
         for i in range(distinct):

@@ -17,7 +17,7 @@ from bel.profiler.belady import belady_hits
 from bel.profiler.curves import lru_curves
 from bel.profiler.locality import Counts
 from bel.profiler.replay import Counted
-from bel.profiler.static_sets import BY_PROMPT, BY_RUN, BY_TOKEN, NOT_COUNTED, fold_counts
+from bel.profiler.static_sets import BY_PROMPT, BY_RUN, BY_TOKEN, NOT_COUNTED, fold_counts, starts_prompt
 
 FIRST, COUNTED = 0, 1  # the part that sets are made of where some work is held out, and the part that counts
 Part = npt.NDArray[np.int8]
@@ -106,10 +106,10 @@ def _cut(runs: Sequence[Sequence[LayerCalls]], phases: tuple[int, ...], share: f
     run_of = np.repeat(np.arange(len(runs)), [len(c.phase) for c in busiest])
     ubatch = np.concatenate([c.ubatch for c in busiest])
     before = np.cumsum(rows) - rows
-    starts_run = np.diff(run_of, prepend=-1) > 0
-    starts_prompt = np.concatenate([_starts_prompt(c) for c in busiest])
-    starts_ubatch = starts_run | (np.diff(ubatch, prepend=-1) != 0)
-    for kind, edges in ((BY_RUN, starts_run), (BY_PROMPT, starts_prompt), (BY_TOKEN, starts_ubatch)):
+    run_edges = np.diff(run_of, prepend=-1) > 0
+    prompt_edges = np.concatenate([starts_prompt(c) for c in busiest])
+    ubatch_edges = run_edges | (np.diff(ubatch, prepend=-1) != 0)
+    for kind, edges in ((BY_RUN, run_edges), (BY_PROMPT, prompt_edges), (BY_TOKEN, ubatch_edges)):
         cuts = np.flatnonzero(edges & (before > 0) & (before < rows.sum()))
         if len(cuts):
             at = cuts[np.argmin(np.abs(before[cuts] - (1 - share) * rows.sum()))]
@@ -121,14 +121,6 @@ def _asked(calls: LayerCalls, phases: tuple[int, ...]) -> tuple[int, int]:
     """Rows and calls of the phases."""
     is_counted = np.isin(calls.phase, phases)
     return int(calls.rows_per_call[is_counted].sum()), int(is_counted.sum())
-
-
-def _starts_prompt(calls: LayerCalls) -> npt.NDArray[np.bool_]:
-    """(C,): calls whose first token does not come after the last one of the call before: a new prompt begins."""
-    starts = np.ones(len(calls.phase), np.bool_)
-    first, last = calls.token[calls.row_start[:-1]], calls.token[calls.row_start[1:] - 1]
-    starts[1:] = first[1:] <= last[:-1]
-    return starts
 
 
 def _count_layer(runs: Sequence[LayerCalls], parts: Sequence[Part]) -> LayerCounts:

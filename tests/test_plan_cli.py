@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -44,13 +45,21 @@ KEYS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with traces of two workloads, and their profiles."""
+    folder = tmp_path_factory.mktemp("inputs")
+    for name, hot, seed in (("code", 0, 1), ("chat", 8, 2)):
+        trace = write_trace(folder / f"{name}.trace", name, [(9, 60), (5, 70)], layers=LAYERS, hot=hot, seed=seed)
+        (folder / f"{name}.json").write_bytes(encode_profile(summarize([trace]).profile))
+    return folder
+
+
 @pytest.fixture
-def ran(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def ran(inputs: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs `plan` in a folder of its own with some traces: exit status, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
-    for name, hot, seed in (("code", 0, 1), ("chat", 8, 2)):
-        trace = write_trace(Path(f"{name}.trace"), name, [(9, 60), (5, 70)], layers=LAYERS, hot=hot, seed=seed)
-        Path(f"{name}.json").write_bytes(encode_profile(summarize([trace]).profile))
+    shutil.copytree(inputs, tmp_path, dirs_exist_ok=True)
     costs(LAYERS)
 
     def run(*arguments: object) -> tuple[int, str, str]:

@@ -23,7 +23,7 @@ from bel.profiler.outcomes import Setup
 from bel.profiler.simulate import Policy, simulate
 from bel.profiler.slot_budgets import BYTES, read_budgets, read_shared_budgets
 from bel.profiler.work import Work, count_work
-from public_trace import Published, import_public_trace, published
+from public_trace import READ_BYTES, Published, import_public_trace, published
 
 TOLERANCE_POINTS = 0.1  # the bar; the differences are below 0.001
 TOLERANCE_MIB = 0.1
@@ -72,6 +72,15 @@ def test_the_command_says_so_too(trace: Path, capsys: pytest.CaptureFixture[str]
     for row, want in zip(rows, wanted, strict=True):
         assert (row["scope"], row["accesses"]) == (scope, 128 * 48 * 6)
         assert abs(100 * row["hit_rate"] - want.decode_hit_percent) < TOLERANCE_POINTS
+
+
+@pytest.mark.parametrize("host", READ_BYTES)
+def test_three_tiers_through_the_command(trace: Path, capsys: pytest.CaptureFixture[str], host: str) -> None:
+    command = ["simulate", str(trace), "--policy", "lru", "--slots", "24", "--host-slots", "24", "--host-tier", host, "--json"]
+    assert run_command(main_group, NAME, command) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["bytes_per_token"]["nvme"] * 128 == READ_BYTES[host]
+    assert row["hits"] + row["host_hits"] < row["accesses"] == 128 * 48 * 6
 
 
 def test_a_global_lru_below_a_token_cycle_hits_nothing_and_is_told(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from bel.formats.profile_json import encode_profile
 from bel.formats.trace import DECODE, PROMPT
 from bel.formats.trace_calls import LayerCalls, read_trace
 from bel.formats.trace_header import TraceLayer
-from bel.profiler import report_cli
+from bel.profiler import table_cli
 from bel.profiler.answers import Rates, Report, WorkloadAnswer
 from bel.profiler.measure import View, measure
 from bel.profiler.report import make_report, report_json
@@ -27,6 +26,7 @@ from bel.profiler.report_cli import report_command
 from bel.profiler.report_tables import all_tables
 from bel.profiler.summarize import summarize
 from bel.profiler.verdicts import verdicts
+from html_page import Page, self_contained
 from routes import write_trace
 
 PROMPTS = [(20, 60), (30, 50), (10, 80), (25, 40)]
@@ -259,35 +259,6 @@ def test_the_words_follow_the_numbers(traces: tuple[Path, Path], changes: dict[s
     assert words in answers[0]
 
 
-class Page(HTMLParser):
-    """What a page holds."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.links: list[str] = []
-        self.ids: list[str] = []
-        self.open: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        if tag not in ("meta", "br", "hr", "link", "img"):
-            self.open.append(tag)
-        for name, value in attrs:
-            if name in ("href", "src", "xlink:href"):
-                self.links.append(value or "")
-            if name == "id":
-                self.ids.append(value or "")
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        self.open.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
 def command(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
     capsys.readouterr()
     status = run_command(report_command, "bel-profile", [str(a) for a in arguments])
@@ -300,15 +271,8 @@ def test_the_page_is_self_contained(traces: tuple[Path, Path], tmp_path: Path, c
     status, _, err = command(capsys, *traces, "--html", page)
     assert (status, err) == (0, f"bel-profile: wrote {page}\n")
     text = page.read_text(encoding="utf-8")
-    found = Page(text)
-    assert not found.open
+    found = self_contained(text)
     assert found.tags.count("svg") == 7  # usage, and for each workload a curve and its layers; overlap; tokens
-    assert "script" not in found.tags and "link" not in found.tags
-    assert all(link.startswith(("#", "data:image/png;base64,")) for link in found.links)
-    assert len(found.ids) == len(set(found.ids))
-    assert {link[1:] for link in found.links if link[0] == "#"} <= set(found.ids)
-    assert set(re.findall(r"url\(#([^)]+)\)", text)) <= set(found.ids)
-    assert not re.search(r"https?:|@import|font-family: *'?DejaVu|NaN|\bnan\b", text)
     assert sum(1 for v in verdicts(report(*traces)) if v.question in text) == 6
 
 
@@ -355,7 +319,7 @@ def test_json_is_one_object_with_every_answer(traces: tuple[Path, Path], capsys:
 def test_the_terminal_shows_every_number_of_the_tables(
     traces: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
-    monkeypatch.setattr(report_cli, "_FILE_COLUMNS", columns)
+    monkeypatch.setattr(table_cli, "_FILE_COLUMNS", columns)
     status, out, _ = command(capsys, *traces)
     assert status == 0
     for table in all_tables(report(*traces)):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import counted
 import numpy as np
 import pytest
-import soak
 
+import counted
+import soak
 from bel.formats.bundle import open_bundle
 from bel.formats.gguf_model import open_model
 from bel.repack.convert import convert

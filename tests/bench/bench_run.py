@@ -27,10 +27,10 @@ from real_routing import CONVERT, Real, counted, make_plans, make_real, tokens_o
 from rich.console import Console
 from rich.table import Table
 from runs import Case, figure
-from soak import soak
 
 from bel.formats.bundle import open_bundle
 from bel.formats.units import GIB, MIB, format_bytes
+from soak import soak
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "tiny-moe-q8_0.gguf"
