@@ -64,7 +64,7 @@ def check_command(
     bundle, model = open_bundle(options.path), open_model(source)
     check_source(bundle, model)
     # What options, bundle or machine refuse is refused here, and not behind stock's run, which may take an hour.
-    with open_running(replace(options, n_ctx=options.n_ctx or TRIAL_CONTEXT)):
+    with open_running(replace(options, n_ctx=options.n_ctx or TRIAL_CONTEXT), all_logits=True):
         pass
     answer: dict[str, Any] = {}
     progress = Progress(NAME, unit=TOKENS)
@@ -93,7 +93,7 @@ def _open(options: RunOptions, sizes: ContextOptions, observer: Observer, answer
     from bel.runtime.load_line import load_lines, slots_by_layer
     from bel.runtime.running import open_running
 
-    with open_running(replace(options, n_ctx=sizes.n_ctx), observer) as running:
+    with open_running(replace(options, n_ctx=sizes.n_ctx), observer, all_logits=True) as running:
         run = running.bundle
         assert run is not None, "only --stock runs without a bundle"
         for line in load_lines(running):

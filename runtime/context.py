@@ -37,12 +37,17 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ContextOptions:
-    """Sizes of a context in tokens: positions, most tokens of a decode, most tokens of one graph; and the threads."""
+    """Sizes of a context in tokens: positions, most tokens of a decode, most tokens of one graph; and the threads.
+
+    `n_outputs`: of how many tokens of a decode the logits may be asked for, None for all.  llama.cpp makes room for them
+    beforehand: with 512 tokens a graph and a vocabulary of 150,000 that is 300 MB.
+    """
 
     n_ctx: int
     n_batch: int = 512
     n_ubatch: int = 512
     n_threads: int | None = None
+    n_outputs: int | None = None
 
 
 class Context:
@@ -71,6 +76,7 @@ class Context:
         fields = ffi.cast(f"struct {library.context_params} *", params)
         fields.n_ctx, fields.n_batch, fields.n_ubatch = options.n_ctx, options.n_batch, options.n_ubatch
         fields.n_threads = fields.n_threads_batch = options.n_threads or len(os.sched_getaffinity(0))
+        fields.n_outputs_max = options.n_outputs or 0  # 0: as many as tokens
         fields.cb_eval = self._callback
         fields.swa_full = False  # as llama.cpp's own programs: a sliding window keeps its window, not the whole context
         self._pointer = lib.llama_init_from_model(pointer, params[0])
@@ -145,6 +151,8 @@ class Context:
         count = len(tokens)
         if not 1 <= count <= self.n_batch:
             raise ValueError(f"{count} tokens in a batch of at most {self.n_batch}")
+        if all_logits and count > (self.options.n_outputs or count):
+            raise ValueError(f"logits of {count} tokens from a context that was made for {self.options.n_outputs}")
         if self.n_past + count > self.n_ctx:
             raise ContextFull(
                 "the context is full",

@@ -52,15 +52,17 @@ class Running:
 
 
 @contextlib.contextmanager
-def open_running(options: RunOptions, inner: Observer | None = None) -> Iterator[Running]:
-    """Load what the options name.  `inner` may look at every node of the graphs.
+def open_running(options: RunOptions, inner: Observer | None = None, *, all_logits: bool = False) -> Iterator[Running]:
+    """Load what the options name.  `inner` may look at every node of the graphs.  `all_logits`: those of each token of a
+    decode may be asked for, not of the last alone.
 
     Raises UsageError for options that do not go together or do not fit, BadInputError and DamagedBundleError for the files,
     MachineError where the machine refuses.
     """
     n_ctx = options.n_ctx or DEFAULT_CONTEXT
     n_ubatch = min(options.n_ubatch, n_ctx)
-    context_options = ContextOptions(n_ctx, n_ubatch, n_ubatch, options.n_threads or len(os.sched_getaffinity(0)))
+    n_threads = options.n_threads or len(os.sched_getaffinity(0))
+    context_options = ContextOptions(n_ctx, n_ubatch, n_ubatch, n_threads, n_outputs=None if all_logits else 1)
     opener = _open_stock if options.stock else _open_bundle
     with opener(options, context_options, inner) as running:
         yield running
