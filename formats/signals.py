@@ -36,3 +36,30 @@ def signals_held(*, then_raise: bool = True) -> Iterator[None]:
             signal.signal(number, before[number])
     if arrived and then_raise:
         raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def signals_deferred() -> Iterator[None]:
+    """Run the block to its end, and only then what would have been run for signals that arrived meanwhile.
+
+    For calls into a C library that calls back: what a handler raises inside a callback is lost there.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        arrived.append(number)
+
+    before = {n: signal.getsignal(n) for n in STOPPING}
+    deferred = [n for n, handler in before.items() if callable(handler)]
+    for number in deferred:
+        signal.signal(number, note)
+    try:
+        yield
+    finally:
+        for number in deferred:
+            signal.signal(number, before[number])
+        for came in arrived:
+            signal.raise_signal(came)

@@ -21,6 +21,7 @@ from bel.runtime.context import Context, ContextOptions, Observer
 from bel.runtime.engine import Engine, Model, ModelOptions
 from bel.runtime.expert_cache import ExpertCache
 from bel.runtime.expert_observer import ExpertObserver
+from bel.runtime.file_watch import FileWatch
 from bel.runtime.pager import Pager
 from bel.runtime.policies import Policy
 from bel.runtime.readers import open_reader
@@ -88,13 +89,15 @@ def open_run(
         stack.callback(arena.close)  # the last to go: the model's weights point into it
         reader = open_reader([bundle.path(row.name) for row in manifest.experts], kind=slots.reader)
         stack.callback(reader.close)
-        pager = Pager(bundle, reader, checks=slots.checks)
+        watch = FileWatch([bundle.path(row.name) for row in manifest.experts])
+        stack.callback(watch.close)
+        pager = Pager(bundle, reader, watch=watch, checks=slots.checks)
         model = stack.enter_context(_load(engine, bundle))
         observer = ExpertObserver(layers, manifest.tensors, arena, inner)
         sizes = options if isinstance(options, ContextOptions) else options(model)
         engine.log.clear()
         context = stack.enter_context(model.context(sizes, observer, observer.end))
-        kv_bytes, compute_bytes = _buffers(engine)
+        kv_bytes, compute_bytes = context_buffers(engine)
         other = process_bytes + manifest.dense.size_bytes + kv_bytes + compute_bytes
         ahead_bytes = _ahead_bytes(slots)
         counts = _counts(layers, slots, other, context.n_ubatch, ahead_bytes)
@@ -175,7 +178,7 @@ def _check_headers(bundle: Bundle) -> None:
             raise DamagedBundleError("the header of the experts file is not this bundle's", path=str(path))
 
 
-def _buffers(engine: Engine) -> tuple[int, int]:
+def context_buffers(engine: Engine) -> tuple[int, int]:
     """Bytes of the KV (and recurrent state) buffers and of the compute buffers, as llama.cpp logs them for a new context."""
     sizes = {"KV": 0.0, "RS": 0.0, "compute": 0.0}
     for _, line in engine.log:

@@ -189,7 +189,7 @@ def _say_end(report: RunReport, running: Running) -> int:
     from bel.runtime.generate import CONTEXT_FULL, INTERRUPTED
 
     if report.ended == CONTEXT_FULL:
-        trained = running.n_positions < running.context.n_ctx
+        trained = running.n_positions == running.model.n_ctx_train
         why = "all that the model was trained for" if trained else "--context gives more"
         say(NAME, f"the context is full ({running.n_positions} positions, {why}): the text ends here")
     if report.ended == INTERRUPTED:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bel.formats.errors import BadInputError, MachineError, UsageError
+from bel.formats.signals import signals_deferred
 from bel.runtime.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -79,9 +80,11 @@ class Context:
         fields.n_outputs_max = options.n_outputs or 0  # 0: as many as tokens
         fields.cb_eval = self._callback
         fields.swa_full = False  # as llama.cpp's own programs: a sliding window keeps its window, not the whole context
-        self._pointer = lib.llama_init_from_model(pointer, params[0])
+        with signals_deferred():
+            self._pointer = lib.llama_init_from_model(pointer, params[0])
         if self._pointer == ffi.NULL:
-            raise model.engine.failure(MachineError, "llama.cpp cannot make a context", path=str(model.path))
+            what = f"llama.cpp cannot make a context of {options.n_ctx} positions (a smaller --context needs less memory)"
+            raise model.engine.failure(MachineError, what, path=str(model.path))
         # It rounds the sizes; a batch above its own limit would abort the process.
         self.n_batch = min(options.n_batch, lib.llama_n_batch(self._pointer))
         self.n_ubatch: int = lib.llama_n_ubatch(self._pointer)
@@ -121,7 +124,8 @@ class Context:
         batch = library.ffi.new("struct llama_batch *")
         batch.n_tokens, batch.token, batch.pos, batch.logits = count, self._c_tokens, self._c_positions, self._c_wanted
         self._error, self._n_logits = None, 0
-        status = library.lib.llama_decode(self._pointer, batch[0])
+        with signals_deferred():
+            status = library.lib.llama_decode(self._pointer, batch[0])
         if self._error is not None or status != 0:
             self._fail(status, count)
         if self._after is not None:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from bel.formats.errors import BadInputError, BelError, printable
 from bel.formats.gguf_model import open_model
+from bel.formats.signals import signals_deferred
 from bel.runtime.context import Context, ContextOptions, Observer
 from bel.runtime.llama_library import LlamaLibrary, open_library
 
@@ -93,7 +94,8 @@ class Engine:
         overrides = _overrides(ffi, options.overrides)
         fields.kv_overrides = overrides
         names = [ffi.new("char[]", os.fsencode(path)) for path in paths]
-        pointer = lib.llama_model_load_from_splits(ffi.new("const char *[]", names), len(names), params[0])
+        with signals_deferred():
+            pointer = lib.llama_model_load_from_splits(ffi.new("const char *[]", names), len(names), params[0])
         if pointer == ffi.NULL:
             raise self.failure(BadInputError, "llama.cpp does not load this model", path=str(paths[0]))
         return Model(self, pointer, paths[0])

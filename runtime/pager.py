@@ -15,6 +15,7 @@ from bel.formats.digest import DIGEST_BYTES
 from bel.formats.errors import DamagedBundleError
 from bel.formats.experts_file import PAGE_BYTES, LayerLayout
 from bel.formats.units import align_up
+from bel.runtime.file_watch import FileWatch
 from bel.runtime.readers import Reader
 from bel.runtime.reads import Read
 
@@ -37,11 +38,12 @@ MIN_REST_BYTES = 128 << 10
 class Pager:
     """Reads blobs through a reader whose files are the bundle's experts files in order.
 
-    With `checks` the checksums of each blob are compared on its first load; later loads come from the same file, which is open.
+    With `checks` the checksums of each blob are compared on its first load.  Later loads come from the same open file, and
+    `watch` sees whether it was written to since.
     """
 
-    def __init__(self, bundle: Bundle, reader: Reader, *, checks: bool = True) -> None:
-        self._bundle, self._reader = bundle, reader
+    def __init__(self, bundle: Bundle, reader: Reader, *, watch: FileWatch | None = None, checks: bool = True) -> None:
+        self._bundle, self._reader, self._watch = bundle, reader, watch
         self.layers: tuple[LayerLayout, ...] = bundle.manifest.layers
         self._first_bytes = [_first_half_bytes(layer) for layer in self.layers]
         self._is_checked = [[bytearray(layer.n_expert) for layer in self.layers] for _ in (FIRST, REST)] if checks else None
@@ -78,9 +80,14 @@ class Pager:
         return Read(layer.shard, offset + begin, end - begin, load.address + begin)
 
     def finish(self, tag: int) -> None:
-        """Wait until all that was started under `tag` has arrived.  Raises the error of a read that failed."""
+        """Wait until all that was started under `tag` has arrived.
+
+        Raises the error of a read that failed, DamagedBundleError where the file was changed since the run began.
+        """
         self._under_way.discard(tag)
         self._reader.wait(tag)
+        if self._watch is not None:
+            self._watch.check()
 
     def abandon(self) -> None:
         """After an error: wait until nothing is under way.  What else fails is nothing new to whoever hears of the first."""

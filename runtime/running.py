@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from bel.formats.plan import Plan
 from bel.formats.plan_json import load_plan
 from bel.formats.process import rss_bytes
 from bel.formats.units import MIB, format_bytes
-from bel.runtime.bundle_model import PREFETCH_BYTES, BundleRun, SlotOptions, open_run
+from bel.runtime.bundle_model import PREFETCH_BYTES, BundleRun, SlotOptions, context_buffers, open_run
 from bel.runtime.context import Context, ContextOptions, Observer
 from bel.runtime.engine import Engine, Model
 from bel.runtime.first_check import check_dense, check_tails
@@ -24,6 +24,8 @@ from bel.runtime.policies import parse_policy
 from bel.runtime.run_options import DEFAULT_CONTEXT, RunOptions
 from bel.runtime.slot_budget import TooLittleMemory
 
+TRIED_CONTEXT, TRIAL_CONTEXT = 1 << 16, 1024
+"""A longer context is tried with a short one first, to see what a position costs."""
 RESERVE_SHARE, RESERVE_BYTES = 0.1, 256 * MIB
 """Left to others of the memory that is free, where no budget is given: a share, and at least so many bytes."""
 
@@ -59,17 +61,21 @@ def open_running(options: RunOptions, inner: Observer | None = None, *, all_logi
     Raises UsageError for options that do not go together or do not fit, BadInputError and DamagedBundleError for the files,
     MachineError where the machine refuses.
     """
-    n_ctx = options.n_ctx or DEFAULT_CONTEXT
-    n_ubatch = min(options.n_ubatch, n_ctx)
-    n_threads = options.n_threads or len(os.sched_getaffinity(0))
-    context_options = ContextOptions(n_ctx, n_ubatch, n_ubatch, n_threads, n_outputs=None if all_logits else 1)
+
+    def sizes(model: Model) -> ContextOptions:
+        n_ctx = options.n_ctx or min(DEFAULT_CONTEXT, model.n_ctx_train or DEFAULT_CONTEXT)
+        _check_context(model, n_ctx)
+        n_ubatch = min(options.n_ubatch, n_ctx)
+        n_threads = options.n_threads or len(os.sched_getaffinity(0))
+        return ContextOptions(n_ctx, n_ubatch, n_ubatch, n_threads, n_outputs=None if all_logits else 1)
+
     opener = _open_stock if options.stock else _open_bundle
-    with opener(options, context_options, inner) as running:
+    with opener(options, sizes, inner) as running:
         yield running
 
 
 @contextlib.contextmanager
-def _open_stock(options: RunOptions, context_options: ContextOptions, inner: Observer | None) -> Iterator[Running]:
+def _open_stock(options: RunOptions, sizes: Callable[[Model], ContextOptions], inner: Observer | None) -> Iterator[Running]:
     for name, value in (("--plan", options.plan), ("--slots", options.slots), ("--ram", options.ram_bytes)):
         if value is not None:
             raise UsageError(f"--stock has no slots: {name} is for a bundle")
@@ -81,13 +87,13 @@ def _open_stock(options: RunOptions, context_options: ContextOptions, inner: Obs
         )
     with (
         Engine.open(options.engine).load(options.path) as model,
-        model.context(context_options, inner) as context,
+        model.context(sizes(model), inner) as context,
     ):
         yield Running(model, context, None, None, None, False, _positions(options, model, context))
 
 
 @contextlib.contextmanager
-def _open_bundle(options: RunOptions, context_options: ContextOptions, inner: Observer | None) -> Iterator[Running]:
+def _open_bundle(options: RunOptions, sizes: Callable[[Model], ContextOptions], inner: Observer | None) -> Iterator[Running]:
     if options.path.is_file():
         raise UsageError(
             "this is a file, and only a bundle runs with its experts in slots",
@@ -103,7 +109,7 @@ def _open_bundle(options: RunOptions, context_options: ContextOptions, inner: Ob
     engine = Engine.open(options.engine)
     with contextlib.ExitStack() as stack:
         try:
-            run = stack.enter_context(open_run(engine, bundle, context_options, slots, inner))
+            run = stack.enter_context(open_run(engine, bundle, sizes, slots, inner))
         except TooLittleMemory as error:
             if not is_default:
                 raise
@@ -165,6 +171,23 @@ def spare_bytes() -> int:
     free = free_bytes()
     reserve: int = max(int(RESERVE_SHARE * free), RESERVE_BYTES)
     return rss_bytes() + free - reserve
+
+
+def _check_context(model: Model, n_ctx: int) -> None:
+    """Raise UsageError for a large context whose KV cache is more than the memory that is free, before llama.cpp fills it."""
+    if n_ctx <= TRIED_CONTEXT:
+        return
+    model.engine.log.clear()
+    with model.context(ContextOptions(TRIAL_CONTEXT, 1, 1, 1, n_outputs=1)):
+        trial_bytes, _ = context_buffers(model.engine)
+    free = free_bytes()
+    need = trial_bytes * n_ctx // TRIAL_CONTEXT
+    if need > free:
+        raise UsageError(
+            f"a context of {n_ctx} positions needs about {format_bytes(need)} for its KV cache, and {format_bytes(free)} are "
+            "free",
+            hint=f"At most about --context {max(1, free * TRIAL_CONTEXT // trial_bytes)} fits",
+        )
 
 
 def describe_promise(running: Running) -> str:
