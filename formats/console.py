@@ -24,6 +24,9 @@ from bel.formats.units import MIB
 if TYPE_CHECKING:
     from rich.console import Console
 
+CLOSED_PIPE = 128 + signal.SIGPIPE
+"""The exit status when the reader of our output has gone: that of a program that the signal ended, as a shell shows it."""
+
 F = TypeVar("F", bound=Callable[..., Any])
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 """The context settings of every command."""
@@ -98,8 +101,9 @@ def _flushed(name: str, status: int) -> int:
 def _os_failed(name: str, error: OSError) -> int:
     """The message of an OSError.  Errors on files carry the file's name; one without is of a standard stream."""
     if isinstance(error, BrokenPipeError) and error.filename is None:
-        _to_null(sys.stdout)  # the reader of our output has gone: nobody is left to be told
-        return MachineError.exit_code
+        for stream in (sys.stdout, sys.stderr):  # the reader of our output has gone: nobody is left to be told
+            _flush_or_drop(stream)
+        return CLOSED_PIPE
     what = error.strerror or str(error)
     if error.filename is None:
         return _fail(name, f"standard output: {what}", MachineError.exit_code)
@@ -146,6 +150,13 @@ def _to_null(stream: TextIO) -> None:
     os.close(null)
 
 
+def _flush_or_drop(stream: TextIO) -> None:
+    try:
+        stream.flush()
+    except OSError:
+        _to_null(stream)
+
+
 def _catch_signals() -> None:
     def stop(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -156,10 +167,7 @@ def _catch_signals() -> None:
 
 
 def _fail(name: str, message: str, status: int) -> int:
-    try:
-        sys.stdout.flush()
-    except OSError:
-        _to_null(sys.stdout)
+    _flush_or_drop(sys.stdout)
     try:
         sys.stderr.write(f"{name}: error: {printable_line(message)}\n")
         sys.stderr.flush()

@@ -17,7 +17,9 @@ FORMAT = "bel-costs"
 VERSION = 1
 READABLE_VERSIONS = (1,)
 MAX_BLOCK_BYTES = 2**40
+MIN_BYTES_PER_S = 1.0  # smaller ones make times that overflow
 MAX_BYTES_PER_S = 1e15  # a thousand times the memory of today's largest accelerator
+MIN_SECONDS = 1e-12
 MAX_SECONDS = 1e6
 MAX_READS_IN_FLIGHT = 65536
 MAX_MACHINE_CHARS = 1000
@@ -144,15 +146,15 @@ def _or_none(body: dict[str, Any], key: str, read: Callable[[dict[str, Any], str
 
 
 def _rate(row: dict[str, Any], key: str) -> float:
-    return _positive(row, key, MAX_BYTES_PER_S)
+    return _positive(row, key, MIN_BYTES_PER_S, MAX_BYTES_PER_S)
 
 
 def _seconds(row: dict[str, Any], key: str) -> float:
-    return _positive(row, key, MAX_SECONDS)
+    return _positive(row, key, MIN_SECONDS, MAX_SECONDS)
 
 
-def _positive(row: dict[str, Any], key: str, limit: float) -> float:
+def _positive(row: dict[str, Any], key: str, least: float, limit: float) -> float:
     value = row[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= limit:
-        raise ValueError(f"{key} is not a number above 0 and up to {limit:g}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= limit:
+        raise ValueError(f"{key} is not a number from {least:g} to {limit:g}")
     return float(value)

@@ -19,6 +19,7 @@ VERSION = 1
 READABLE_VERSIONS = (1,)
 MAX_WORKLOADS = 1000
 MAX_NAME_CHARS = 200
+MAX_EXPERT_BYTES = 1 << 48
 _PHASES = ("prompt", "decode")
 
 
@@ -133,6 +134,8 @@ def _layer(key: str, row: dict[str, Any]) -> TraceLayer:
     if not 1 <= n_expert <= MAX_EXPERTS or not 1 <= top_k <= n_expert:
         raise ValueError(f"layer {number} takes {top_k} of {n_expert} experts")
     size = None if row["expert_bytes"] is None else read_int(row, "expert_bytes")
+    if size is not None and not 1 <= size < MAX_EXPERT_BYTES:
+        raise ValueError(f"layer {number} has experts of {size} bytes")
     return TraceLayer(number, n_expert, top_k, size)
 
 

@@ -102,11 +102,14 @@ def _disk(target: Target, effort: Effort, notes: list[str]) -> DiskSpeed:
 
 def _expert_seconds(experts: Experts, walk: int, threads: int, seconds: float, notes: list[str]) -> float | None:
     """None, with a note, where llama.cpp is not installed or has no kernels for the model: the other figures stand."""
-    from bel.profiler.expert_time import expert_seconds
+    from bel.profiler.expert_time import expert_time
     from bel.runtime.llama_library import open_library
 
     try:
-        return expert_seconds(open_library(), experts, range_bytes=walk, n_threads=threads, seconds=seconds)
+        found = expert_time(open_library(), experts, range_bytes=walk, n_threads=threads, seconds=seconds)
     except MachineError as error:
         notes.append(f"the time of an expert on the CPU was not measured: {error}")
         return None
+    if found.note:
+        notes.append(found.note)
+    return found.seconds

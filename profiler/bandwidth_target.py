@@ -1,4 +1,4 @@
-"""What `bandwidth` measures: a folder's disk, a bundle, a model, or any file; and the shape of the experts there."""
+"""What `bandwidth` measures: a folder's disk, a bundle or a model; and the shape of the experts there."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ def find_target(path: Path, block_bytes: int | None) -> Target:
     if not path.is_file():
         raise BadInputError("this is neither a folder nor a file", path=str(path))
     if not _is_gguf(path):
-        return Target(path, path.parent, (path,), block_bytes or DEFAULT_BLOCK_BYTES, None)
+        hint = "To measure a disk, name a folder on it"
+        raise BadInputError("this file is no GGUF", path=str(path), expected="a bundle, a GGUF or a folder", hint=hint)
     model = open_model(path)
     experts = _of_model(model)
     size = align_up(sum(s.size_bytes for s in experts.slices), PAGE_BYTES)

@@ -50,6 +50,8 @@ def fit_command(
 
     The header is enough: it works before a download is complete (of a split set it needs the start of every shard).
 
+    The exit status is 0 also where nothing fits: that is an answer.  --json has it in `fits`.
+
     \b
     Examples:
       bel-profile fit model.gguf --vram 12G --ram 32G

@@ -13,13 +13,13 @@ import numpy.typing as npt
 from bel.formats.errors import BadInputError, printable
 from bel.formats.gguf_header import MAGIC as GGUF_MAGIC
 from bel.formats.profile import LayerStats, Profile, Workload
-from bel.formats.profile_json import load_profile
 from bel.formats.trace import DECODE, PHASES, PROMPT
 from bel.formats.trace_calls import LayerCalls, Trace, read_trace
 from bel.formats.trace_header import TraceHeader, TraceLayer
 from bel.formats.trace_layout import MAGIC
 from bel.profiler.belady import belady_hits
 from bel.profiler.curves import lru_curves
+from bel.profiler.inputs import read_profile
 from bel.profiler.locality import SEGMENTS, Counts, Reuse, Rows, reuse, segment_cache_hits, segment_routing
 from bel.profiler.same_model import Identity, check_same_model, merged_layers
 from bel.profiler.static_sets import fold_counts, split_calls
@@ -130,7 +130,7 @@ def measure(paths: Sequence[Path], view: View, *, threads: int = 2) -> Measured:
             traces.setdefault(trace.header.workload, []).append((path, trace))
             identities.append(_identity(path, trace.header))
         else:
-            profiles.append((path, load_profile(path)))
+            profiles.append((path, read_profile(path)))
             identities.append(_identity(path, profiles[-1][1]))
         check_same_model(identities[0], identities[-1])
     layers = merged_layers(identities)

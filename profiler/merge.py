@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bel.formats.errors import BadInputError
 from bel.formats.profile import Profile, Workload, weighted
-from bel.formats.profile_json import load_profile
+from bel.profiler.inputs import read_profile
 from bel.profiler.same_model import Identity, check_all_same, merged_layers
 
 
@@ -25,7 +25,7 @@ def merge(paths: list[Path], weighting: str) -> Merge:
     A workload without tokens is left out, and noted.  Two workloads of one name stay apart under two names.  Raises
     BadInputError where a profile is not valid or of another model, and where no workload has tokens.
     """
-    profiles = [(path, load_profile(path)) for path in paths]
+    profiles = [(path, read_profile(path)) for path in paths]
     identities = [Identity(str(path), p.model_name, p.arch, p.fingerprint, p.layers) for path, p in profiles]
     check_all_same(identities)
     notes: list[str] = []

@@ -212,13 +212,17 @@ def _orders(work: Work, wanted: Sequence[Wanted] | None, budget: Budget | Shared
     return tuple(tuple(i - a for i in items if a <= i < b) for a, b in itertools.pairwise(firsts.tolist()))
 
 
+def room_of(budget: Budget | SharedBudget) -> Room:
+    """The tier that a budget is."""
+    return Room(slots=budget.slots) if isinstance(budget, Budget) else Room(shared_bytes=budget.capacity)
+
+
 def _tiered(
     work: Work, policy: Policy, orders: tuple[tuple[int, ...], ...], budget: Budget | SharedBudget, host: Room, setup: Setup
 ) -> Outcome:
-    vram = Room(slots=budget.slots) if isinstance(budget, Budget) else Room(shared_bytes=budget.capacity)
     tiers = Tiers(
         policy=policy,
-        vram=vram,
+        vram=room_of(budget),
         ram=host,
         host_tier=setup.host_tier,
         on_miss=setup.on_miss,

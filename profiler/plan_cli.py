@@ -14,7 +14,8 @@ from bel.formats.errors import UsageError
 from bel.formats.plan import MISSES, OBJECTIVES, STALL
 from bel.formats.staging import replace_file
 from bel.formats.units import parse_bytes
-from bel.profiler.output import check_inputs, check_output
+from bel.profiler.kv_cache import CACHE_TYPES
+from bel.profiler.output import check_inputs, check_output, is_same_output
 from bel.profiler.page import need_plot
 from bel.profiler.table_cli import print_grid, table_console
 
@@ -46,7 +47,13 @@ class _Budget:
 @click.option("--ram", metavar="SIZE", help="Memory of the machine (16G).  Without --vram slots are in RAM.")
 @click.option("--slots-bytes", "slots_text", metavar="SIZE", help="Bytes of all slots (8G).")
 @click.option("--context", type=click.IntRange(1), default=8192, show_default=True, help="Context in tokens.")
-@click.option("--kv", default="f16", show_default=True, help="Type of the KV cache: f16, q8_0, q4_0, ..")
+@click.option(
+    "--kv",
+    type=click.Choice(CACHE_TYPES, case_sensitive=False),
+    default="f16",
+    show_default=True,
+    help="Type of the cache of keys and values.",
+)
 @click.option(
     "--objective", type=click.Choice(OBJECTIVES), help="What to make smallest.  Default: stall, where times are known."
 )
@@ -93,9 +100,12 @@ def plan_command(
       bel-profile plan code.trace --slots-bytes 8G --costs costs.json --clock blocking --html plan.html
       bel-profile plan code.trace chat.trace --slots-bytes 8G --objective misses --json
     """
+    from bel.profiler.inputs import block_note
     from bel.profiler.make_plan import make_plan
-    from bel.profiler.plan_inputs import read_plan_input, with_model
+    from bel.profiler.plan_inputs import known_sizes, read_plan_input, with_model, without_model
 
+    if costs_path is None and _is_given("clock_kind"):
+        raise UsageError("--clock prices misses with measured costs", hint="Give --costs too")
     extra = [p for p in (costs_path, model) if p is not None]
     check_inputs(inputs)
     check_inputs(extra)
@@ -110,10 +120,11 @@ def plan_command(
     footprint = None
     if model is not None:
         given, footprint = with_model(given, model)
-    for note in given.notes:
-        say(NAME, note)
-    budget = _budget(asked, footprint, context, kv)
-    for note in budget.notes:
+    else:
+        given = without_model(given)
+    budget = _budget(asked, footprint, context, kv.lower())
+    far = "" if costs is None else block_note(costs, known_sizes(given))
+    for note in [*given.notes, *budget.notes, *([far] if far else [])]:
         say(NAME, note)
     clock = _clock(given, costs, objective, clock_kind, budget.link)
     goal = MISSES if clock is None or objective == MISSES else STALL
@@ -144,16 +155,21 @@ def _check_output(output: Path, inputs: Sequence[Path], *, force: bool) -> None:
 
 
 def _check_page(page: Path, inputs: Sequence[Path], output: Path | None, *, force: bool) -> None:
-    if output is not None and page.absolute() == output.absolute():
+    if output is not None and is_same_output(page, output):
         raise UsageError("the plan and the page have one name", path=str(page), hint="Use --html NAME.html")
     check_output(page, inputs, force=force, replaces="")
     need_plot()
 
 
 def _load_costs(path: Path | None) -> Costs | None:
-    from bel.formats.costs import load_costs
+    from bel.profiler.inputs import read_costs
 
-    return None if path is None else load_costs(path)
+    return None if path is None else read_costs(path)
+
+
+def _is_given(name: str) -> bool:
+    """Whether an option stands on the command line."""
+    return click.get_current_context().get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
 
 
 def _budget(asked: dict[str, int], footprint: Footprint | None, context: int, kv: str) -> _Budget:
@@ -164,8 +180,10 @@ def _budget(asked: dict[str, int], footprint: Footprint | None, context: int, kv
     vram, ram, slots_bytes = asked.get("vram", 0), asked.get("ram"), asked.get("slots_bytes")
     if not vram and ram is None:
         if slots_bytes is None:
-            raise UsageError("how much memory is there for slots?", hint="Give --vram, --ram or --slots-bytes")
-        return _Budget(slots_bytes, NVME, ())
+            raise UsageError("it is not said how much memory there is for slots", hint="Give --vram, --ram or --slots-bytes")
+        idle = [option for option, name in (("--context", "context"), ("--kv", "kv")) if _is_given(name)]
+        what = f"{' and '.join(idle)} {'have' if len(idle) > 1 else 'has'} no effect: --slots-bytes alone says what slots take"
+        return _Budget(slots_bytes, NVME, (what,) if idle else ())
     if footprint is None:
         raise UsageError("--vram and --ram need --model: what else of the model needs memory", hint="Or give --slots-bytes")
     fit = solve(footprint, Question(vram, vram if ram is None else ram, context, kv, slots_bytes=slots_bytes))

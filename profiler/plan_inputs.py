@@ -16,13 +16,13 @@ from bel.formats.errors import UsageError
 from bel.formats.fingerprint import fingerprint
 from bel.formats.gguf_model import open_model
 from bel.formats.profile import Profile
-from bel.formats.profile_json import load_profile
 from bel.formats.trace_calls import read_trace
 from bel.formats.trace_header import TraceLayer
 from bel.formats.trace_layout import MAGIC
 from bel.profiler.clock import Clock, make_clock
 from bel.profiler.demand import WorkDemand, missing_tables, profile_demand, traced_demand
 from bel.profiler.footprint import Footprint, read_footprint
+from bel.profiler.inputs import page_sized, read_profile
 from bel.profiler.same_model import Identity, check_same_model
 from bel.profiler.summarize import summarize
 
@@ -56,7 +56,7 @@ def read_plan_input(paths: Sequence[Path]) -> PlanInput:
         return PlanInput(str(paths[0]), summary.profile, works, (), True, digests, summary.notes)
     if len(paths) > 1:
         raise UsageError("a plan is made from one profile, or from traces", hint="Merge profiles first: bel-profile --merge")
-    profile = load_profile(paths[0])
+    profile = read_profile(paths[0])
     by_counts = tuple(missing_tables(profile))
     works = profile_demand(profile, by_counts=bool(by_counts), path=str(paths[0]))
     return PlanInput(str(paths[0]), profile, works, by_counts, False, digests, ())
@@ -89,6 +89,16 @@ def with_model(given: PlanInput, path: Path) -> tuple[PlanInput, Footprint]:
     return replace(given, profile=replace(profile, layers=sized), notes=tuple(notes)), footprint
 
 
+def without_model(given: PlanInput) -> PlanInput:
+    """The input with slots of whole pages, as far as an expert's bytes are known; a note says that they may be larger."""
+    note = (
+        "without --model a slot is taken as the expert's bytes, rounded up to 4096: what a bundle's slots take is known only "
+        "with it"
+    )
+    layers = page_sized(given.profile.layers)
+    return replace(given, profile=replace(given.profile, layers=layers), notes=(*given.notes, note))
+
+
 def slot_sizes(given: PlanInput) -> npt.NDArray[np.int64]:
     """(L,): the bytes of a slot of each layer.  Raises UsageError where one is not known."""
     sizes = []
@@ -97,6 +107,11 @@ def slot_sizes(given: PlanInput) -> npt.NDArray[np.int64]:
             raise UsageError(f"the bytes of an expert of layer {x.layer} are not known", path=given.path, hint="Give --model")
         sizes.append(x.expert_bytes)
     return np.array(sizes, np.int64)
+
+
+def known_sizes(given: PlanInput) -> list[int]:
+    """The bytes of a slot of each layer of which they are known."""
+    return [x.expert_bytes for x in given.profile.layers if x.expert_bytes is not None]
 
 
 def layer_seconds(given: PlanInput, costs: Costs) -> npt.NDArray[np.float64]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from bel.formats.errors import UsageError
 from bel.formats.profile_json import encode_profile
 from bel.formats.staging import replace_file
 from bel.formats.units import parse_bytes
-from bel.profiler.output import check_output
+from bel.profiler.output import check_output, is_same_output
 from bel.profiler.profile_cli import NAME, force_option, report_profile, say_all, workload_label
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ def record_command(
     """Run prompts through MODEL and record every choice of its router: a trace, and the profile of it.
 
     MODEL is a GGUF, or a bundle, which may be bigger than memory: both choose the same experts.  The trace grows while the
-    model runs.  Ctrl-C, or a crash, leaves a valid one.
+    model runs.  Ctrl-C, or a crash, leaves a valid one.  With --json, `cache` counts what a bundle's slots hit and missed:
+    `simulate` of the trace, with that policy and those slots, counts the same.
 
     \b
     Examples:
@@ -86,10 +88,11 @@ def record_command(
 
     label = workload_label(workload, output)
     trace = trace or output.with_suffix(".trace")
-    if trace.absolute() == output.absolute():
+    if is_same_output(trace, output):
         raise UsageError("the trace and the profile have one name", path=str(output), hint="Use -o NAME.json")
-    check_output(output, [model, *files], force=force)
-    check_output(trace, [model, *files], force=force, replaces="")
+    prompts = [prompt for path in files for prompt in ([path] if not path.is_dir() else path.iterdir())]
+    check_output(output, [model, *prompts], force=force)
+    check_output(trace, [model, *prompts], force=force, replaces="")
     request = RecordRequest(
         model=model,
         trace=trace,
@@ -130,4 +133,5 @@ def _recorded(result: RecordResult, trace: Path) -> dict[str, Any]:
             {"name": p.name, "prompt_tokens": p.prompt_tokens, "decode_tokens": p.decode_tokens, "ended": p.ended}
             for p in result.prompts
         ],
+        "cache": None if result.cache is None else asdict(result.cache),
     }

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from bel.formats.bundle import Bundle, check_sizes, is_bundle, open_bundle
 from bel.formats.errors import BadInputError, UsageError
@@ -18,9 +20,20 @@ from bel.profiler.recording import RecordRequest
 from bel.runtime.context import Context, ContextOptions, Observer
 from bel.runtime.engine import Engine, Model
 
+if TYPE_CHECKING:
+    from bel.runtime.bundle_model import BundleRun
+
 Source = GgufModel | Bundle
 Sizes = Callable[[Model], ContextOptions]
 """The sizes of a context, which may depend on what the model makes of the prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A context, and the run of a bundle that it belongs to, if it does."""
+
+    context: Context
+    bundle: BundleRun | None
 
 
 def open_source(request: RecordRequest) -> Source:
@@ -76,21 +89,21 @@ def trace_layers(source: Source) -> tuple[TraceLayer, ...]:
 
 
 @contextlib.contextmanager
-def run_source(source: Source, request: RecordRequest, engine: Engine, sizes: Sizes, observer: Observer) -> Iterator[Context]:
+def run_source(source: Source, request: RecordRequest, engine: Engine, sizes: Sizes, observer: Observer) -> Iterator[Run]:
     """A context on the model of `source`, which `observer` watches.
 
     Raises what loading raises, and UsageError where a bundle's experts do not fit into the memory that is given, or free.
     """
     if isinstance(source, Bundle):
-        with _run_bundle(source, request, engine, sizes, observer) as context:
-            yield context
+        with _run_bundle(source, request, engine, sizes, observer) as run:
+            yield run
         return
     with engine.load(request.model) as model, model.context(sizes(model), observer) as context:
-        yield context
+        yield Run(context, None)
 
 
 @contextlib.contextmanager
-def _run_bundle(bundle: Bundle, request: RecordRequest, engine: Engine, sizes: Sizes, observer: Observer) -> Iterator[Context]:
+def _run_bundle(bundle: Bundle, request: RecordRequest, engine: Engine, sizes: Sizes, observer: Observer) -> Iterator[Run]:
     # Not above: the policies are to stay uncompiled here, which is said before their modules are imported.
     from bel.runtime.bundle_model import SlotOptions, open_run
     from bel.runtime.first_check import check_dense, check_tails
@@ -114,4 +127,4 @@ def _run_bundle(bundle: Bundle, request: RecordRequest, engine: Engine, sizes: S
             raise TooLittleMemory(
                 f"{error.cause}; no --ram was given, and this is what is free here", hint=error.hint
             ) from None
-        yield run.context
+        yield Run(run.context, run)

@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,13 +27,17 @@ from bel.formats.fingerprint import fingerprint
 from bel.formats.trace import DECODE, PROMPT, TraceWriter
 from bel.formats.trace_header import TraceHeader, TraceLayer
 from bel.profiler.record_source import Source, architecture, model_name, open_source, run_source, trace_layers
-from bel.profiler.recording import PromptResult, RecordRequest, RecordResult, error_to_json
+from bel.profiler.recording import CacheCounts, PhaseCounts, PromptResult, RecordRequest, RecordResult, error_to_json
 from bel.profiler.router import Call, RouterObserver
 from bel.runtime.compiled import stay_plain
 from bel.runtime.context import Context, ContextOptions
+from bel.runtime.counters import Counters
 from bel.runtime.engine import Engine, Model
 from bel.runtime.generate import next_token
 from bel.runtime.sampling import Chooser
+
+if TYPE_CHECKING:
+    from bel.runtime.bundle_model import BundleRun
 
 APPEND_UBATCHES = 16
 """What was taken is given to the trace for so many ubatches at once: right behind a decode, which has pushed everything out of
@@ -82,8 +86,11 @@ class Events:
 class Recorder:
     """Runs prompts through a context and appends what the observer saw to a trace."""
 
-    def __init__(self, context: Context, observer: RouterObserver, trace: TraceWriter) -> None:
+    def __init__(
+        self, context: Context, observer: RouterObserver, trace: TraceWriter, counters: Counters | None = None
+    ) -> None:
         self._context, self._observer, self._trace = context, observer, trace
+        self._counters = counters
         self._taken: list[tuple[int, int, int, int, list[Call]]] = []
         self.n_ubatches = 0
         self.prompt_seconds = self.decode_seconds = 0.0
@@ -102,6 +109,8 @@ class Recorder:
         self.decode_seconds += self._step(np.array([token]), DECODE)
 
     def _step(self, tokens: npt.NDArray[Any], phase: int) -> float:
+        if self._counters is not None:
+            self._counters.now = self._counters.decode if phase == DECODE else self._counters.prompt
         start, began = self._context.n_past, time.perf_counter()
         # Without logits on every token the last layer would route the last token only.
         self._context.decode(tokens, all_logits=True)
@@ -148,18 +157,29 @@ def record(request: RecordRequest, events: Events) -> RecordResult:
         return _context_options(request, model, [len(tokens) for tokens in prompts])
 
     with (
-        run_source(source, request, engine, sizes, observer) as context,
-        TraceWriter(request.trace, _header(request, source, layers, context), replace=request.replace) as trace,
+        run_source(source, request, engine, sizes, observer) as run,
+        TraceWriter(request.trace, _header(request, source, layers, run.context), replace=request.replace) as trace,
     ):
-        recorder = Recorder(context, observer, trace)
+        recorder = Recorder(run.context, observer, trace, None if run.bundle is None else run.bundle.cache.counters)
         try:
-            results = tuple(_run(request, context, recorder, prompts, events))
+            results = tuple(_run(request, run.context, recorder, prompts, events))
         except BaseException:
             recorder.append()
             if not recorder.n_ubatches:  # a file without a single call would be taken for a recording
                 request.trace.unlink()
             raise
-    return RecordResult(engine.name, engine.build, results, recorder.prompt_seconds, recorder.decode_seconds)
+        cache = None if run.bundle is None else _cache_counts(run.bundle)
+    return RecordResult(engine.name, engine.build, results, recorder.prompt_seconds, recorder.decode_seconds, cache)
+
+
+def _cache_counts(run: BundleRun) -> CacheCounts:
+    # Not above: see `record_source._run_bundle`.
+    from bel.runtime.load_line import slots_by_layer
+    from bel.runtime.run_options import DEFAULT_POLICY
+
+    counters = run.cache.counters
+    prompt, decode = (PhaseCounts(x.accesses, x.hits, x.missed) for x in (counters.prompt, counters.decode))
+    return CacheCounts(DEFAULT_POLICY, {str(layer): n for layer, n in slots_by_layer(run).items()}, prompt, decode)
 
 
 def _run(

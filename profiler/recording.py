@@ -69,14 +69,42 @@ class PromptResult:
 
 
 @dataclass(frozen=True, slots=True)
+class PhaseCounts:
+    """Accesses of one phase, as `simulate` counts them: distinct experts of each call."""
+
+    accesses: int
+    hits: int
+    misses: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCounts:
+    """What the cache of a bundle's experts did in a recording, from empty: by that policy, with so many slots of each layer."""
+
+    policy: str
+    slots_by_layer: dict[str, int]
+    prompt: PhaseCounts
+    decode: PhaseCounts
+
+    @staticmethod
+    def from_json(body: dict[str, Any]) -> CacheCounts:
+        """What `dataclasses.asdict` gave."""
+        return CacheCounts(**body | {phase: PhaseCounts(**body[phase]) for phase in ("prompt", "decode")})
+
+
+@dataclass(frozen=True, slots=True)
 class RecordResult:
-    """A finished recording.  `prompt_seconds` and `decode_seconds` include what recording costs: they are no speeds."""
+    """A finished recording.  `prompt_seconds` and `decode_seconds` include what recording costs: they are no speeds.
+
+    `cache` is None for a GGUF, which llama.cpp holds whole.
+    """
 
     engine: str
     engine_build: str
     prompts: tuple[PromptResult, ...]
     prompt_seconds: float
     decode_seconds: float
+    cache: CacheCounts | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -91,7 +119,9 @@ class RecordResult:
     @staticmethod
     def from_json(body: dict[str, Any]) -> RecordResult:
         """What `dataclasses.asdict` gave."""
-        return RecordResult(**body | {"prompts": tuple(PromptResult(**row) for row in body["prompts"])})
+        prompts = tuple(PromptResult(**row) for row in body["prompts"])
+        cache = None if body["cache"] is None else CacheCounts.from_json(body["cache"])
+        return RecordResult(**body | {"prompts": prompts, "cache": cache})
 
 
 def error_to_json(error: BelError) -> dict[str, Any]:

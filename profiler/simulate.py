@@ -121,8 +121,8 @@ class Simulated:
 
 
 def parse_policies(text: str) -> tuple[Policy, ...]:
-    """`lru,static:code.json` as policies.  Raises UsageError for one that is unknown."""
-    return tuple(_policy(name.strip()) for name in text.split(","))
+    """`lru,static:code.json` as policies, each once.  Raises UsageError for one that is unknown."""
+    return tuple(_policy(name) for name in dict.fromkeys(part.strip() for part in text.split(",")))
 
 
 def _policy(name: str) -> Policy:
@@ -231,13 +231,16 @@ def _regret(work: Work, budget: Budget | SharedBudget, hits: int, best: int) -> 
 
 
 def knees(rows: Sequence[Row]) -> dict[str, Row]:
-    """For each policy the smallest budget whose hit rate is within 10 % of its best one; none where nothing was accessed."""
+    """For each policy the smallest budget whose hit rate is within 10 % of its best one.
+
+    None where nothing was hit, or where there are not two sizes: a knee is a bend of a curve.
+    """
     answer: dict[str, Row] = {}
     for policy in dict.fromkeys(row.policy for row in rows):
         own = [row for row in rows if row.policy == policy and row.hit_rate is not None]
         best = max((row.hits for row in own), default=0)
         enough = [row for row in own if row.hits >= KNEE_SHARE * best]
-        if enough:
+        if best and len({row.size for row in own}) > 1:
             answer[policy] = min(enough, key=lambda row: row.size)
     return answer
 

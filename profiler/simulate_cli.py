@@ -29,7 +29,8 @@ NAME = "bel-profile"
 DEFAULT_FRACTIONS = "0.25,0.5,0.75"
 PAGE_FRACTIONS = "0.125,0.25,0.375,0.5,0.625,0.75,0.875,1"  # enough points for curves
 DEFAULT_POLICIES = "static-oracle,lru,belady"
-HOST_TIERS = ("exclusive", "inclusive", "copy-on-read")
+INCLUSIVE = "inclusive"
+HOST_TIERS = ("exclusive", INCLUSIVE, "copy-on-read")
 CLOCKS = ("arrival", "demand", "blocking")
 _PATH = click.Path(path_type=Path)
 
@@ -145,7 +146,10 @@ def simulate_command(
       bel-profile simulate code.trace --policy lru --bytes 4G --host-bytes 8G
       bel-profile simulate code.trace --policy lru,lfu-decay:0.98,belady --html sim.html
     """
+    from bel.profiler.outcomes import room_of
     from bel.profiler.simulate import Simulated, knees_json, parse_policies, rows_json, simulate
+    from bel.profiler.slot_budgets import distinct
+    from bel.profiler.tier_caches import check_inclusive
     from bel.profiler.work import count_work
 
     sizes = {"--slots": slots_text, "--fraction": fraction_text, "--bytes": bytes_text}
@@ -154,16 +158,22 @@ def simulate_command(
         raise UsageError(f"{' and '.join(given)} exclude each other", hint="Give one of them")
     policies = parse_policies(policy_text)
     host = Host(host_bytes, host_slots, host_tier, on_miss)
-    _check_options(host, costs_path, clock_kind, phase)
+    _check_options(host, costs_path, clock_kind, phase, held_out)
     if page is not None:
         _check_page(
             page, [*paths, *(Path(p.profile) for p in policies if p.profile), *([costs_path] if costs_path else [])], force
         )
     traces, layers, profiles = _read(paths, [p.profile for p in policies if p.profile is not None])
-    budgets = _budgets(given or {"--fraction": DEFAULT_FRACTIONS if page is None else PAGE_FRACTIONS}, layers, scope)
+    if bytes_text is not None:
+        layers = _page_sized(layers)
+    asked = _budgets(given or {"--fraction": DEFAULT_FRACTIONS if page is None else PAGE_FRACTIONS}, layers, scope)
     setup = _setup(traces, layers, oversized, host, costs_path, clock_kind)
+    budgets = distinct(asked)
+    if setup.host is not None and setup.host_tier == INCLUSIVE:
+        for budget in budgets:
+            check_inclusive(room_of(budget), setup.host, layers)
     work = count_work(traces, layers, phase, held_out=held_out or 0.0)
-    _say_notes(paths, work, [p.name for p in policies], budgets)
+    _say_notes(paths, work, [p.name for p in policies], asked)
     result = Simulated(simulate(work, policies, budgets, profiles, setup), work, setup, traces[0].header.model_name)
     if page is not None:
         from bel.profiler.simulate_page import make_page
@@ -184,7 +194,9 @@ def _check_page(page: Path, inputs: Sequence[Path], force: bool) -> None:
     need_plot()
 
 
-def _check_options(host: Host, costs_path: Path | None, clock_kind: str | None, phase: str) -> None:
+def _check_options(host: Host, costs_path: Path | None, clock_kind: str | None, phase: str, held_out: float | None) -> None:
+    if held_out is not None and not 0 < held_out < 1:  # click takes nan for a number of any range
+        raise UsageError("--held-out is not a number between 0 and 1", found=held_out, hint="A half is 0.5")
     if host.bytes_text is not None and host.slots is not None:
         raise UsageError("--host-bytes and --host-slots exclude each other", hint="Give one of them")
     if not host.is_there and (host.tier or host.on_miss):
@@ -213,11 +225,14 @@ def _setup(
         on_miss=host.on_miss or "load",
     )
     if costs_path is not None:
-        from bel.formats.costs import load_costs
+        from bel.profiler.inputs import block_note, read_costs
         from bel.profiler.output import check_inputs
 
         check_inputs([costs_path])
-        clock = trace_clock(load_costs(costs_path), traces, layers, clock_kind or CLOCKS[0], setup)
+        costs = read_costs(costs_path)
+        clock = trace_clock(costs, traces, layers, clock_kind or CLOCKS[0], setup)
+        if far := block_note(costs, [x.expert_bytes for x in layers if x.expert_bytes is not None]):
+            say(NAME, far)
         return replace(setup, clock=clock)
     return setup
 
@@ -239,9 +254,8 @@ def _say_notes(
 ) -> None:
     from bel.profiler.slot_budgets import SharedBudget, has_sizes, token_cycle
 
-    for budget in budgets:
-        if budget.note:
-            say(NAME, budget.note)
+    for note in dict.fromkeys(budget.note for budget in budgets if budget.note):
+        say(NAME, note)
     cycle = token_cycle(work.layers)
     shown = format_bytes(cycle) if has_sizes(work.layers) else f"{cycle} experts"
     if "lru" in policies and any(isinstance(b, SharedBudget) and b.capacity < cycle for b in budgets):
@@ -255,8 +269,8 @@ def _read(
     paths: Sequence[Path], profile_names: Sequence[str]
 ) -> tuple[list[Trace], tuple[TraceLayer, ...], dict[str, Profile]]:
     """Traces, the layers of their model, and profiles by name; all of one model."""
-    from bel.formats.profile_json import load_profile
     from bel.formats.trace_calls import read_trace
+    from bel.profiler.inputs import read_profile
     from bel.profiler.output import check_inputs
     from bel.profiler.same_model import Identity, check_all_same, merged_layers
 
@@ -266,7 +280,7 @@ def _read(
     for path, trace in zip(paths, traces, strict=True):
         for note in trace.notes:
             say(NAME, f"{path}: {note}")
-    profiles = {name: load_profile(Path(name)) for name in profile_names}
+    profiles = {name: read_profile(Path(name)) for name in profile_names}
     sources: list[tuple[str, TraceHeader | Profile]] = [(str(p), t.header) for p, t in zip(paths, traces, strict=True)]
     sources += profiles.items()
     identities = [Identity(path, x.model_name, x.arch, x.fingerprint, x.layers) for path, x in sources]
@@ -279,6 +293,18 @@ def _budgets(given: dict[str, str], layers: Sequence[TraceLayer], scope: str) ->
 
     ((option, text),) = given.items()
     return read_budgets(option, text, layers) if scope == "layer" else read_shared_budgets(option, text, layers)
+
+
+def _page_sized(layers: tuple[TraceLayer, ...]) -> tuple[TraceLayer, ...]:
+    from bel.profiler.inputs import page_sized
+
+    sized = page_sized(layers)
+    if sized != layers:
+        say(
+            NAME,
+            "--bytes: an expert takes its bytes rounded up to 4096; in a bundle, which only `plan --model` reads, maybe more",
+        )
+    return sized
 
 
 def _print(result: Simulated) -> None:

@@ -21,9 +21,8 @@ def row_table(result: Simulated) -> Table:
 
 
 def shown_knees(result: Simulated) -> dict[str, Row]:
-    """The knee of each policy; none where there is one budget only."""
-    sizes = {row.size for row in result.rows}
-    return knees(result.rows) if len(sizes) > 1 else {}
+    """The knee of each policy that has one."""
+    return knees(result.rows)
 
 
 def _title(result: Simulated) -> str:
@@ -31,7 +30,7 @@ def _title(result: Simulated) -> str:
     what = "prompt and decode" if work.phase == "all" else work.phase
     runs = len(work.runs)
     title = f"{result.rows[0].accesses} accesses of {work.tokens} {what} tokens in {runs} trace{'s' if runs > 1 else ''}"
-    return title + (f", held out between {work.held_out}" if work.held_out else "")
+    return title + (f", the last {percent(work.held_out_share)}, held out between {work.held_out}" if work.held_out else "")
 
 
 def _cells(row: Row, result: Simulated) -> Cells:
@@ -72,7 +71,7 @@ def legend(result: Simulated) -> list[str]:
     if any(row.found.uploads for row in result.rows):
         lines.append("repick: what it uploads is in the MiB/token, and not in the misses.")
     if setup.host is not None:
-        lines.append("in RAM: the share of the accesses that missed VRAM and that RAM had; the rest came from NVMe.")
+        lines.append("in RAM: of all accesses, the share that VRAM missed and RAM had; what is in neither rate came from NVMe.")
         lines.append("MiB per token: read from NVMe, loaded to VRAM, and demoted out of it to RAM.")
     if setup.clock is not None:
         lines.append(f"ms/token: compute and stall by the clock {setup.clock.kind}, {_source(result)}.")

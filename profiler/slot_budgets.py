@@ -41,6 +41,13 @@ def read_budgets(option: str, text: str, layers: Sequence[TraceLayer]) -> tuple[
     return (slot_budgets if option == SLOTS else fraction_budgets)(text, layers)
 
 
+def distinct(budgets: Sequence[Budget] | Sequence[SharedBudget]) -> tuple[Budget, ...] | tuple[SharedBudget, ...]:
+    """Budgets without those that hold just what an earlier one holds: their rows would be the same."""
+    if isinstance(budgets[0], Budget):
+        return tuple({b.slots: b for b in reversed(budgets) if isinstance(b, Budget)}.values())[::-1]
+    return tuple({b.capacity: b for b in reversed(budgets) if isinstance(b, SharedBudget)}.values())[::-1]
+
+
 def read_shared_budgets(option: str, text: str, layers: Sequence[TraceLayer]) -> tuple[SharedBudget, ...]:
     """The budgets of an option for one cache of all layers: slots are so many experts of each.  Raises UsageError."""
     return tuple(_shared_budget(option, part.strip(), layers) for part in text.split(","))

@@ -9,6 +9,8 @@ import numpy as np
 
 from bel.formats.errors import UsageError
 from bel.formats.trace_calls import LayerCalls
+from bel.formats.trace_header import TraceLayer
+from bel.formats.units import format_bytes
 from bel.profiler.replay import first_items
 from bel.profiler.tiers import (
     BYTES,
@@ -142,6 +144,27 @@ def _check(layers: Sequence[LayerCalls], tiers: Tiers) -> None:
     for room in (tiers.vram, tiers.ram):
         if room.slots is None and any(x.info.expert_bytes is None for x in layers):
             raise UsageError("a tier in bytes needs the bytes of an expert, and the trace does not have them", hint="Use slots")
+
+
+def check_inclusive(vram: Room, ram: Room, layers: Sequence[TraceLayer]) -> None:
+    """Raises UsageError where an inclusive RAM cannot have all that VRAM may have: VRAM would be served from nowhere."""
+    if vram.slots is not None and ram.slots is not None:
+        fits = all(r >= v for v, r in zip(vram.slots, ram.slots, strict=True))
+        sizes = f"RAM has {min(ram.slots)} slots in a layer, and VRAM {max(vram.slots)}"
+    elif any(x.expert_bytes is None for x in layers):
+        return  # a tier in bytes is refused without them
+    else:
+        in_vram, in_ram = (_room_bytes(room, layers) for room in (vram, ram))
+        fits, sizes = in_ram >= in_vram, f"RAM has {format_bytes(in_ram)}, and VRAM {format_bytes(in_vram)}"
+    if not fits:
+        hint = "Give RAM as much as VRAM or more, or use --host-tier exclusive"
+        raise UsageError(f"an inclusive RAM holds all that VRAM holds, and is smaller here: {sizes}", hint=hint)
+
+
+def _room_bytes(room: Room, layers: Sequence[TraceLayer]) -> int:
+    if room.slots is None:
+        return room.shared_bytes or 0
+    return sum(slots * (x.expert_bytes or 0) for slots, x in zip(room.slots, layers, strict=True))
 
 
 def _fits(r: Ints, at: int) -> bool:

@@ -49,7 +49,8 @@ class Work:
     """What `phase` of all runs asks of a cache.  `tokens` are those of the layer that saw most, in each run.
 
     `runs[r][l]` are the calls of run r in layer l, `counted[r][l]` (C,) which of them count.  `held_out` says between what
-    the work was cut, where only a later part of it counts; else it is None.
+    the work was cut, where only a later part of it counts; else it is None.  `held_out_share` is the share of the phase's
+    tokens behind the cut: as near to what was asked as a cut is possible, so maybe far from it.
     """
 
     phase: str
@@ -59,6 +60,7 @@ class Work:
     runs: tuple[tuple[LayerCalls, ...], ...]
     counted: tuple[tuple[Counted, ...], ...]
     held_out: str | None = None
+    held_out_share: float | None = None
 
 
 def count_work(
@@ -72,23 +74,26 @@ def count_work(
     """
     # What one trace does not know of a layer, its bytes, another one may.
     runs = tuple(tuple(replace(c, info=info) for c, info in zip(t.layers, layers, strict=True)) for t in traces)
-    parts, kind = _parts(runs, PHASES[phase], held_out)
+    parts, kind, part = _parts(runs, PHASES[phase], held_out)
     jobs = list(zip(zip(*runs, strict=True), zip(*parts, strict=True), strict=True))
     with ThreadPoolExecutor(threads) as pool:  # the inner loops run without the interpreter's lock
         counts = tuple(pool.map(lambda job: _count_layer(*job), jobs))
     counted = tuple(tuple(part == COUNTED for part in run) for run in parts)
-    return Work(phase, sum(_tokens(*x) for x in zip(runs, counted, strict=True)), layers, counts, runs, counted, kind)
+    return Work(phase, sum(_tokens(*x) for x in zip(runs, counted, strict=True)), layers, counts, runs, counted, kind, part)
 
 
 def _tokens(layers: Sequence[LayerCalls], counted: Sequence[Counted]) -> int:
     return max(int(c.rows_per_call[mask].sum()) for c, mask in zip(layers, counted, strict=True))
 
 
-def _parts(runs: Sequence[Sequence[LayerCalls]], phases: tuple[int, ...], share: float) -> tuple[list[list[Part]], str | None]:
-    """The part of each call of each run and layer: COUNTED, FIRST or NOT_COUNTED; and between what they were cut."""
+def _parts(
+    runs: Sequence[Sequence[LayerCalls]], phases: tuple[int, ...], share: float
+) -> tuple[list[list[Part]], str | None, float | None]:
+    """The part of each call of each run and layer: COUNTED, FIRST or NOT_COUNTED; between what they were cut, and where."""
     if not share:
-        return [[np.where(np.isin(c.phase, phases), COUNTED, NOT_COUNTED).astype(np.int8) for c in run] for run in runs], None
-    kind, cut_run, cut_ubatch = _cut(runs, phases, share)
+        marks = [[np.where(np.isin(c.phase, phases), COUNTED, NOT_COUNTED).astype(np.int8) for c in run] for run in runs]
+        return marks, None, None
+    kind, cut_run, cut_ubatch, part = _cut(runs, phases, share)
     parts = []
     for number, run in enumerate(runs):
         later = [(number > cut_run) | ((number == cut_run) & (c.ubatch >= cut_ubatch)) for c in run]
@@ -96,11 +101,11 @@ def _parts(runs: Sequence[Sequence[LayerCalls]], phases: tuple[int, ...], share:
         parts.append(
             [np.where(np.isin(c.phase, phases), f, NOT_COUNTED).astype(np.int8) for c, f in zip(run, folds, strict=True)]
         )
-    return parts, kind
+    return parts, kind, part
 
 
-def _cut(runs: Sequence[Sequence[LayerCalls]], phases: tuple[int, ...], share: float) -> tuple[str, int, int]:
-    """Between what to cut, and the run and the ubatch with which the held-out part begins: in all layers the same."""
+def _cut(runs: Sequence[Sequence[LayerCalls]], phases: tuple[int, ...], share: float) -> tuple[str, int, int, float]:
+    """Between what to cut, the run and the ubatch with which the held-out part begins, in all layers, and its share."""
     busiest = [max(run, key=lambda c: _asked(c, phases)) for run in runs]
     rows = np.concatenate([np.where(np.isin(c.phase, phases), c.rows_per_call, 0) for c in busiest])
     run_of = np.repeat(np.arange(len(runs)), [len(c.phase) for c in busiest])
@@ -113,7 +118,7 @@ def _cut(runs: Sequence[Sequence[LayerCalls]], phases: tuple[int, ...], share: f
         cuts = np.flatnonzero(edges & (before > 0) & (before < rows.sum()))
         if len(cuts):
             at = cuts[np.argmin(np.abs(before[cuts] - (1 - share) * rows.sum()))]
-            return kind, int(run_of[at]), int(ubatch[at])
+            return kind, int(run_of[at]), int(ubatch[at]), float(1 - before[at] / rows.sum())
     raise UsageError("--held-out: there are not two calls to part the work between", hint="Give more or longer traces")
 
 

@@ -35,9 +35,9 @@ from bel.formats.units import KIB, MIB
 from bel.profiler import bandwidth
 from bel.profiler.bandwidth import Effort, measure
 from bel.profiler.bandwidth_cli import NAME, bandwidth_command
-from bel.profiler.bandwidth_target import Experts, Slices, find_target, read_slice
+from bel.profiler.bandwidth_target import Experts, Slices, Target, find_target, read_slice
 from bel.profiler.disk_speed import MAX_BLOCKS, check_counted, disk_read_bytes, measure_disk, random_blocks
-from bel.profiler.expert_time import expert_seconds
+from bel.profiler.expert_time import ExpertTime, expert_time, judge
 from bel.profiler.machine import cpu_count, describe, file_system, load_warning, others_warning
 from bel.profiler.memory_speed import MIN_RANGE_BYTES, copy_bytes_per_s, uncached_bytes
 from bel.profiler.scratch_file import CHUNK_BYTES, scratch_file
@@ -327,16 +327,31 @@ def experts_in(path: Path, rows: int) -> Experts:
 def test_a_larger_expert_takes_longer(tmp_path: Path) -> None:
     def seconds(rows: int) -> float:
         experts = experts_in(tmp_path / f"{rows}", rows)
-        return expert_seconds(open_library(), experts, range_bytes=32 * MIB, n_threads=1, seconds=0.1)
+        return expert_time(open_library(), experts, range_bytes=32 * MIB, n_threads=1, seconds=0.1).seconds
 
     assert seconds(2048) / seconds(128) > 4  # 16 on an idle machine; a busy one interrupts the longer more
+
+
+def test_threads_that_wait_for_each_other_are_not_the_time_of_an_expert(tmp_path: Path) -> None:
+    """Two threads on one busy CPU: 0.0087 ms, then 20.3 ms, then 0.0094 ms were measured one after the other."""
+    assert judge([20e-3, 9e-6, 20.3e-3], 10e-6, 2).seconds == 9e-6
+    assert "0.02" in judge([20e-3, 9e-6, 20.3e-3], 10e-6, 2).note
+    always = judge([20e-3, 20.3e-3], 10e-6, 2)
+    assert (always.seconds, always.n_threads) == (10e-6, 1) and "with 2 threads" in always.note
+    assert judge([5e-6, 6e-6], 10e-6, 2) == ExpertTime(5e-6, 2, "")
+    experts = experts_in(tmp_path / "x", 128)
+    one, many = (
+        expert_time(open_library(), experts, range_bytes=8 * MIB, n_threads=n, seconds=0.1).seconds
+        for n in (1, 4 * cpu_count())
+    )
+    assert many / one < 50
 
 
 def test_weights_that_do_not_fit_their_dimensions_are_not_multiplied(tmp_path: Path) -> None:
     experts = experts_in(tmp_path / "weights", 128)
     lie = dataclasses.replace(experts, slices=(dataclasses.replace(experts.slices[0], rows=129),))
     with pytest.raises(BadInputError, match="do not fit their dimensions"):
-        expert_seconds(open_library(), lie, range_bytes=MIB, n_threads=1, seconds=0.0)
+        expert_time(open_library(), lie, range_bytes=MIB, n_threads=1, seconds=0.0)
 
 
 def test_a_slice_behind_the_end_of_its_file_is_named(tmp_path: Path) -> None:
@@ -395,8 +410,9 @@ def test_a_bundle_and_its_source_have_the_same_experts(tmp_path: Path) -> None:
 def test_folders_files_and_nothing(tmp_path: Path) -> None:
     target = find_target(tmp_path, None)
     assert (target.files, target.block_bytes, target.experts) == ((), 2592 * KIB, None)
-    path = random_file(tmp_path / "data", 5000)
-    assert find_target(path, 4096).files == (path,)
+    (tmp_path / "costs.json").write_text("{}")
+    with pytest.raises(BadInputError, match=r"costs.json: this file is no GGUF; expected a bundle, a GGUF or a folder"):
+        find_target(tmp_path / "costs.json", 4096)
     for wrong in (0, 4095, 5000, 2**30 + 4096):
         with pytest.raises(UsageError, match="multiple of 4096"):
             find_target(tmp_path, wrong)
@@ -407,10 +423,11 @@ def test_folders_files_and_nothing(tmp_path: Path) -> None:
 
 def test_a_large_file_is_read_itself_and_a_small_one_is_not(disk: Path) -> None:
     path = random_file(disk / "data", 10 * MIB)
-    big = measure(find_target(path, BLOCK), n_threads=1, effort=SMALL)
+    target = Target(path, disk, (path,), BLOCK, None)
+    big = measure(target, n_threads=1, effort=SMALL)
     assert not [note for note in big.notes if "a larger file" in note]
     os.truncate(path, 4 * MIB)
-    small = measure(find_target(path, BLOCK), n_threads=1, effort=SMALL)
+    small = measure(target, n_threads=1, effort=SMALL)
     assert [note for note in small.notes if "has 4.00 MiB only" in note]
     assert [name.name for name in disk.iterdir()] == ["data"]
     assert big.costs.cpu_expert_seconds is small.costs.cpu_expert_seconds is None

@@ -565,7 +565,7 @@ def test_a_reader_that_has_gone_is_no_traceback(model: Path, bundle: Path, flags
             text=True,
             check=False,
         )
-        assert done.returncode == 5
+        assert done.returncode == 141
         assert done.stderr == ""
     os.close(writer)
 

@@ -27,8 +27,8 @@ KNOWN = Costs(
     layer_seconds=((0, 0.001), (3, 0.002)),
     machine="a machine",
 )
-rates = st.floats(min_value=1e-3, max_value=costs_module.MAX_BYTES_PER_S)
-seconds = st.floats(min_value=1e-12, max_value=costs_module.MAX_SECONDS)
+rates = st.floats(min_value=costs_module.MIN_BYTES_PER_S, max_value=costs_module.MAX_BYTES_PER_S)
+seconds = st.floats(min_value=costs_module.MIN_SECONDS, max_value=costs_module.MAX_SECONDS)
 
 
 @st.composite
@@ -102,7 +102,9 @@ def test_a_missing_key_is_named(tmp_path: Path, key: str) -> None:
         ("nvme_depths", {"1": 2.6e9}),
         ("memory_bytes_per_s", True),
         ("memory_bytes_per_s", 1.1e15),
+        ("memory_bytes_per_s", 1e-300),
         ("cpu_expert_seconds", 0),
+        ("cpu_expert_seconds", 1e-300),
         ("cpu_expert_seconds", "fast"),
         ("h2d_bytes_per_s", {}),
         ("d2h_bytes_per_s", -0.0),

@@ -35,9 +35,10 @@ from bel.repack.layout import plan_layout
 from routes import draw_rows, write_trace
 
 NAME = "bel-profile"
-LAYERS = tuple(TraceLayer(i, 16, 2, 1000 + 500 * (i % 2)) for i in range(6))
-FLOOR, MOST = 2 * 7500, 16 * 7500
-LAYER_S, RATE = 1e-3, 1e6
+PAGE = 4096
+LAYERS = tuple(TraceLayer(i, 16, 2, (2 + i % 2) * PAGE) for i in range(6))
+FLOOR, MOST = 2 * 15 * PAGE, 16 * 15 * PAGE
+LAYER_S, RATE = 1e-3, 2000 * PAGE
 FIGURES = ["hit_rate", "misses_per_token", "bytes_per_token", "seconds_per_token", "stall_seconds_per_token"]
 KEYS = [
     *("format", "version", "model", "objective", "clock", "policy", "split", "budget_bytes", "slots_bytes", "layers"),
@@ -110,7 +111,7 @@ def replayed(path: Path, slots: Sequence[int]) -> tuple[float, float]:
     return float(misses.sum(axis=1).mean()), float(times.seconds.mean())
 
 
-@pytest.mark.parametrize("budget", [20_000, 45_000, 60_000, 90_000])
+@pytest.mark.parametrize("budget", [40 * PAGE, 90 * PAGE, 120 * PAGE, 180 * PAGE])
 def test_a_plan_of_a_trace_is_priced_exactly_and_never_slower_than_uniform_slots(ran: Any, budget: int) -> None:
     got = answer(ran("code.trace", "--slots-bytes", budget, "--costs", "costs.json", "--json"))
     assert (got["objective"], got["clock"], got["policy"], got["split"]) == ("stall", "arrival", "lru", "prompts")
@@ -129,7 +130,7 @@ def test_a_plan_of_a_trace_is_priced_exactly_and_never_slower_than_uniform_slots
 def test_fetches_that_late_layers_hide_give_the_early_ones_more_slots(ran: Any) -> None:
     """Also from a profile, which does not know which misses fall on one token."""
     for source in ("code.trace", "code.json"):
-        got = answer(ran(source, "--slots-bytes", 60_000, "--costs", "costs.json", "--objective", "stall", "--json"))
+        got = answer(ran(source, "--slots-bytes", 120 * PAGE, "--costs", "costs.json", "--objective", "stall", "--json"))
         slots = list(got["slots_by_layer"].values())
         assert sum(slots[:2]) > 1.2 * sum(slots[-2:])
         assert got["predicted"]["in_sample"]["seconds_per_token"] < got["predicted"]["uniform"]["seconds_per_token"]
@@ -139,7 +140,7 @@ def test_fetches_that_late_layers_hide_give_the_early_ones_more_slots(ran: Any) 
 
 
 def test_a_profile_and_its_trace_have_the_same_misses(ran: Any) -> None:
-    arguments = ("--slots-bytes", 60_000, "--objective", "misses", "--json")
+    arguments = ("--slots-bytes", 120 * PAGE, "--objective", "misses", "--json")
     profile, trace = answer(ran("code.json", *arguments)), answer(ran("code.trace", *arguments))
     differ = {key for key in KEYS if profile[key] != trace[key]}
     assert differ == {"profile_digests"}
@@ -147,27 +148,27 @@ def test_a_profile_and_its_trace_have_the_same_misses(ran: Any) -> None:
 
 
 def test_belady_is_that_of_the_plans_slots(ran: Any) -> None:
-    got = answer(ran("code.trace", "--slots-bytes", 60_000, "--json"))
+    got = answer(ran("code.trace", "--slots-bytes", 120 * PAGE, "--json"))
     layers = read_trace(Path("code.trace")).layers
     hits = sum(int(belady_hits(c, (DECODE,))[n]) for c, n in zip(layers, got["slots_by_layer"].values(), strict=True))
     assert got["predicted"]["belady"]["hit_rate"] == pytest.approx(hits / (6 * 2 * 130))
 
 
 def test_misses_are_planned_where_times_are_missing_and_it_is_said(ran: Any) -> None:
-    status, out, err = ran("code.json", "--slots-bytes", 60_000, "--json")
+    status, out, err = ran("code.json", "--slots-bytes", 120 * PAGE, "--json")
     assert (status, json.loads(out)["objective"]) == (0, "misses")
-    assert err.count("\n") == 1
-    assert "bel-profile bandwidth" in err
-    status, out, err = ran("code.json", "--slots-bytes", 60_000, "--objective", "stall", "--json")
+    assert "bel-profile bandwidth" in err.splitlines()[-1]
+    assert err.count("\n") == 2, "the other line says that sizes of slots are not a bundle's"
+    status, out, err = ran("code.json", "--slots-bytes", 120 * PAGE, "--objective", "stall", "--json")
     assert (status, out) == (2, "")
     assert "bel-profile bandwidth" in err
     costs(None)
-    status, out, err = ran("code.json", "--slots-bytes", 60_000, "--costs", "costs.json", "--objective", "stall")
+    status, out, err = ran("code.json", "--slots-bytes", 120 * PAGE, "--costs", "costs.json", "--objective", "stall")
     assert (status, out) == (2, "")
     assert "layer 0" in err
     assert "--timing" in err
     costs(LAYERS[:3])
-    assert "layer 3" in ran("code.json", "--slots-bytes", 60_000, "--costs", "costs.json", "--objective", "stall")[2]
+    assert "layer 3" in ran("code.json", "--slots-bytes", 120 * PAGE, "--costs", "costs.json", "--objective", "stall")[2]
 
 
 def test_layer_times_of_a_trace_are_used_where_the_costs_have_none(ran: Any) -> None:
@@ -181,13 +182,13 @@ def test_layer_times_of_a_trace_are_used_where_the_costs_have_none(ran: Any) -> 
                 time_ns = 1_000_000 * (i + 1)
                 writer.append(phase=DECODE, ubatch=t, layer=info.layer, tokens=np.array([t]), ids=ids, time_ns=time_ns)
     costs(None)
-    got = answer(ran("timed.trace", "--slots-bytes", 60_000, "--costs", "costs.json", "--objective", "stall", "--json"))
+    got = answer(ran("timed.trace", "--slots-bytes", 120 * PAGE, "--costs", "costs.json", "--objective", "stall", "--json"))
     row = got["predicted"]["in_sample"]
     assert row["seconds_per_token"] - row["stall_seconds_per_token"] == pytest.approx(21e-3)
 
 
 def test_misses_are_priced_too_where_times_are_known(ran: Any) -> None:
-    got = answer(ran("code.trace", "--slots-bytes", 60_000, "--costs", "costs.json", "--objective", "misses", "--json"))
+    got = answer(ran("code.trace", "--slots-bytes", 120 * PAGE, "--costs", "costs.json", "--objective", "misses", "--json"))
     assert got["objective"] == "misses"
     seconds = replayed(Path("code.trace"), list(got["slots_by_layer"].values()))[1]
     assert got["predicted"]["in_sample"]["seconds_per_token"] == pytest.approx(seconds)
@@ -196,14 +197,14 @@ def test_misses_are_priced_too_where_times_are_known(ran: Any) -> None:
 def test_workloads_of_a_merge_are_weighed_and_their_regret_is_shown(ran: Any) -> None:
     merged = merge([Path("code.json"), Path("chat.json")], "equal")
     Path("merged.json").write_bytes(encode_profile(merged.profile))
-    got = answer(ran("merged.json", "--slots-bytes", 45_000, "--objective", "misses", "--json"))
+    got = answer(ran("merged.json", "--slots-bytes", 90 * PAGE, "--objective", "misses", "--json"))
     rows = got["workloads"]
     assert {name: row["weight"] for name, row in rows.items()} == {"code": 0.5, "chat": 0.5}
     for column in ("in_sample", "held_out", "uniform"):
         mean = sum(0.5 * row[column]["misses_per_token"] for row in rows.values())
         assert got["predicted"][column]["misses_per_token"] == pytest.approx(mean)
     for name, row in rows.items():
-        alone = answer(ran(f"{name}.json", "--slots-bytes", 45_000, "--objective", "misses", "--json"))
+        alone = answer(ran(f"{name}.json", "--slots-bytes", 90 * PAGE, "--objective", "misses", "--json"))
         own = alone["predicted"]["in_sample"]["misses_per_token"]
         assert row["own"]["misses_per_token"] == pytest.approx(own)
         assert row["regret"] == pytest.approx(row["in_sample"]["misses_per_token"] / own - 1)
@@ -222,16 +223,16 @@ def test_bare_counts_are_planned_as_a_fixed_set(ran: Any) -> None:
     assert run_command(main_group, NAME, ["import", "counts-in.json", "--from", "counts-json", "-o", "bare.json"]) == 0
     profile = json.loads(Path("bare.json").read_text())
     for row in profile["layers"].values():
-        row["expert_bytes"] = 10
+        row["expert_bytes"] = PAGE
     Path("bare.json").write_text(json.dumps(profile))
-    got = answer(ran("bare.json", "--slots-bytes", 50, "--json"))
+    got = answer(ran("bare.json", "--slots-bytes", 5 * PAGE, "--json"))
     assert (got["policy"], got["objective"], got["split"]) == ("static", "misses", None)
     assert got["slots_by_layer"] == {"0": 2, "1": 3}  # the third expert of layer 1 has 50 uses, that of layer 0 has 40
     assert got["predicted"]["in_sample"]["hit_rate"] == pytest.approx(280 / 400)
     assert got["predicted"]["held_out"]["hit_rate"] is None
     assert got["predicted"]["belady"]["hit_rate"] is None
     assert "fixed set" in got["notes"][0]
-    status, out, err = ran("bare.json", "--slots-bytes", 50, "--objective", "stall")
+    status, out, err = ran("bare.json", "--slots-bytes", 5 * PAGE, "--objective", "stall")
     assert (status, out) == (2, "")
     assert "only counts are known of bare" in err
 
@@ -250,7 +251,7 @@ def test_budgets_that_are_too_large_are_clamped_and_those_that_are_too_small_ref
 
 
 def test_the_plan_is_written_read_back_and_replaced(ran: Any) -> None:
-    arguments = ("code.json", "--slots-bytes", 60_000, "--objective", "misses", "-o", "plan.json")
+    arguments = ("code.json", "--slots-bytes", 120 * PAGE, "--objective", "misses", "-o", "plan.json")
     got = answer(ran(*arguments, "--json"))
     assert json.loads(Path("plan.json").read_text()) == got
     plan = load_plan(Path("plan.json"))
@@ -266,7 +267,7 @@ def test_the_plan_is_written_read_back_and_replaced(ran: Any) -> None:
 
 
 def test_the_table_names_what_it_compares_with(ran: Any) -> None:
-    status, out, _ = ran("code.trace", "--slots-bytes", 60_000, "--costs", "costs.json")
+    status, out, _ = ran("code.trace", "--slots-bytes", 120 * PAGE, "--costs", "costs.json")
     assert status == 0
     for words in (
         "layer 0",
@@ -372,7 +373,7 @@ def broken(path: list[Any], value: Any) -> Any:
     ],
 )
 def test_a_plan_that_cannot_be_is_refused_by_the_name_of_its_key(ran: Any, change: Any, words: str) -> None:
-    assert ran("code.json", "--slots-bytes", 60_000, "--objective", "misses", "-o", "plan.json")[0] == 0
+    assert ran("code.json", "--slots-bytes", 120 * PAGE, "--objective", "misses", "-o", "plan.json")[0] == 0
     body = json.loads(Path("plan.json").read_text())
     change(body)
     Path("plan.json").write_text(json.dumps(body))
@@ -386,6 +387,6 @@ def test_a_measure_that_does_not_fit_its_profile_is_refused(ran: Any) -> None:
     tables[16] = tables[15]
     tables[15] = tables[14]
     Path("code.json").write_text(json.dumps(body))
-    status, out, err = ran("code.json", "--slots-bytes", 60_000, "--objective", "misses")
+    status, out, err = ran("code.json", "--slots-bytes", 120 * PAGE, "--objective", "misses")
     assert (status, out) == (3, "")
     assert "decode_misses of layer 2" in err

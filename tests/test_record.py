@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -435,6 +436,37 @@ def test_the_command_records_a_bundle(bundle: Path, tmp_path: Path, capsys: pyte
         )
         assert capsys.readouterr().out == ""
     assert not list(tmp_path.glob("d.*"))
+
+
+def test_what_the_cache_counted_is_what_simulate_counts(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Over two prompts, in both phases; of a GGUF there is nothing to count."""
+    common = ["-n", "12", "--threads", "1", "--workload", "code", "--json", "--ignore-eos"]
+    answers = []
+    for name, model, *slots in (("a", EXAMPLE), ("b", bundle, "--slots", "5")):
+        command = ["record", model, "-o", tmp_path / f"{name}.json", "-p", CODE.text, "-p", "once more", *common, *slots]
+        assert run_command(main_group, "bel-profile", [str(x) for x in command]) == 0
+        answers.append(json.loads(capsys.readouterr().out)["cache"])
+    assert answers[0] is None
+    cache = answers[1]
+    assert set(cache["slots_by_layer"].values()) == {5}
+    for phase in ("prompt", "decode"):
+        command = [
+            "simulate",
+            str(tmp_path / "b.trace"),
+            "--policy",
+            cache["policy"],
+            "--slots",
+            "5",
+            "--phase",
+            phase,
+            "--json",
+        ]
+        assert run_command(main_group, "bel-profile", command) == 0
+        (row,) = json.loads(capsys.readouterr().out)["rows"]
+        assert {key: row[key] for key in ("accesses", "hits", "misses")} == cache[phase]
+        assert 0 < cache[phase]["hits"] < cache[phase]["accesses"]
 
 
 def test_an_observer_that_fails_leaves_the_run_as_good_as_new(bundle: Path) -> None:

@@ -265,7 +265,9 @@ def test_the_cache_sees_the_prompt_that_does_not_count(ran: Any, tmp_path: Path)
 def test_slots_above_the_experts_are_clamped_and_said(ran: Any, tmp_path: Path) -> None:
     trace_of(tmp_path / "x.trace", [(DECODE, 0, [[0, 1]]), (DECODE, 1, [[0, 1]])])
     answer = ran("x.trace", "--policy", "lru", "--slots", "0,5,6", "--json")
-    assert [r["slots_by_layer"] for r in rows_of(answer)] == [{"3": 0, "7": 0}, {"3": 5, "7": 4}, {"3": 5, "7": 4}]
+    assert [r["slots_by_layer"] for r in rows_of(answer)] == [{"3": 0, "7": 0}, {"3": 5, "7": 4}], (
+        "what is the same is shown once"
+    )
     assert answer[2].splitlines() == [
         "bel-profile: --slots 5 is more than there are: clamped to the 4 experts of layer 7",
         "bel-profile: --slots 6 is more than there are: clamped to the 5 experts of layer 3 and to the 4 experts of layer 7",
@@ -275,26 +277,54 @@ def test_slots_above_the_experts_are_clamped_and_said(ran: Any, tmp_path: Path) 
 def test_fractions_are_rounded_down_exactly(ran: Any, tmp_path: Path) -> None:
     hundred = (TraceLayer(0, 100, 1, None), TraceLayer(1, 10, 1, None))
     trace_of(tmp_path / "x.trace", [], hundred)
-    rows = rows_of(ran("x.trace", "--policy", "lru", "--fraction", "0.29,.57,0,1,1.0", "--json"))
+    rows = rows_of(ran("x.trace", "--policy", "lru", "--fraction", "0.29,.57,0,1", "--json"))
     slots = [tuple(r["slots_by_layer"].values()) for r in rows]
-    assert slots == [(29, 2), (57, 5), (0, 0), (100, 10), (100, 10)]
+    assert slots == [(29, 2), (57, 5), (0, 0), (100, 10)]
     rows = rows_of(ran("x.trace", "--json"))
     assert [tuple(r["slots_by_layer"].values()) for r in rows[::3]] == [(25, 2), (50, 5), (75, 7)]
     assert [r["policy"] for r in rows[:3]] == ["static-oracle", "lru", "belady"]
 
 
 def test_bytes_are_shared_equally_and_few_of_them_are_told(ran: Any, tmp_path: Path) -> None:
-    trace_of(tmp_path / "x.trace", [(DECODE, 0, [[0, 1]]), (DECODE, 1, [[0, 1]]), (DECODE, 1, [[2, 3]])])
-    answer = ran("x.trace", "--policy", "lru", "--bytes", 7999, "--json")
+    page = 4096
+    layers = (TraceLayer(3, 5, 2, 25 * page), TraceLayer(7, 4, 2, page))
+    trace_of(tmp_path / "x.trace", [(DECODE, 0, [[0, 1]]), (DECODE, 1, [[0, 1]]), (DECODE, 1, [[2, 3]])], layers)
+    answer = ran("x.trace", "--policy", "lru", "--bytes", 199 * page, "--json")
     (row,) = rows_of(answer)
-    assert (row["slots_by_layer"], row["bytes"]) == ({"3": 3, "7": 4}, 3 * 1000 + 4 * 10)
+    assert (row["slots_by_layer"], row["bytes"]) == ({"3": 3, "7": 4}, (3 * 25 + 4) * page)
     assert "clamped to the 4 experts of layer 7" in answer[2]
-    assert row["bytes_per_token"] == {"nvme": (2 * 1000 + 4 * 10) / 2, "h2d": None, "d2h": None}
-    answer = ran("x.trace", "--policy", "lru", "--bytes", "3999, 18", "--json")
+    assert row["bytes_per_token"] == {"nvme": (2 * 25 + 4) * page / 2, "h2d": None, "d2h": None}
+    answer = ran("x.trace", "--policy", "lru", "--bytes", f"{99 * page}, 18", "--json")
     assert [r["slots_by_layer"] for r in rows_of(answer)] == [{"3": 1, "7": 4}, {"3": 0, "7": 0}]
-    told = "bel-profile: --bytes {} fewer slots than the 2 experts that a token uses; from 4000 bytes on none has"
-    assert answer[2].splitlines() == [told.format("3999 gives layer 3"), told.format("18 gives layers 3, 7")]
-    assert rows_of(ran("x.trace", "--policy", "lru", "--bytes", 4000, "--json"))[0]["slots_by_layer"] == {"3": 2, "7": 4}
+    told = "bel-profile: --bytes {} fewer slots than the 2 experts that a token uses; from {} bytes on none has"
+    assert answer[2].splitlines() == [
+        told.format(f"{99 * page} gives layer 3", 100 * page),
+        told.format("18 gives layers 3, 7", 100 * page),
+    ]
+    assert rows_of(ran("x.trace", "--policy", "lru", "--bytes", 100 * page, "--json"))[0]["slots_by_layer"] == {"3": 2, "7": 4}
+
+
+def test_bytes_buy_slots_of_whole_pages_as_in_a_bundle(ran: Any, tmp_path: Path) -> None:
+    """Experts of 26112 bytes take 28672 in a bundle: what six of them weigh has no room for six slots."""
+    layers = (TraceLayer(3, 5, 2, 26112), TraceLayer(7, 5, 2, 26112))
+    trace_of(tmp_path / "x.trace", [(DECODE, 0, [[0, 1]])], layers)
+    answer = ran("x.trace", "--policy", "lru,lru", "--bytes", f"{6 * 26112},{6 * 28672},168k", "--json")
+    assert [list(r["slots_by_layer"].values()) for r in rows_of(answer)] == [[2, 2], [3, 3]]
+    assert [r["bytes"] for r in rows_of(answer)] == [4 * 28672, 6 * 28672]
+    assert "rounded up to 4096" in answer[2]
+    (row,) = rows_of(ran("x.trace", "--policy", "lru", "--scope", "global", "--bytes", 28672 + 4096, "--json"))
+    assert row["hits"] == 0
+
+
+def test_an_inclusive_ram_smaller_than_vram_is_refused(ran: Any, tmp_path: Path) -> None:
+    trace_of(tmp_path / "x.trace", [(DECODE, 0, [[0, 1]])], (TraceLayer(3, 5, 2, 4096),))
+    tier = ("x.trace", "--policy", "lru", "--host-tier", "inclusive", "--json")
+    status, out, err = ran(*tier, "--slots", "2,3", "--host-bytes", "8k")
+    assert (status, out) == (2, "")
+    assert "RAM has 8.00 KiB, and VRAM 12.00 KiB" in err
+    assert ran(*tier, "--bytes", "16k", "--scope", "global", "--host-slots", "3")[0] == 2
+    assert ran(*tier, "--slots", "2,3", "--host-bytes", "12k")[0] == 0
+    assert ran(*tier, "--slots", "2,3", "--host-slots", "3")[0] == 0
 
 
 def test_what_is_not_known_is_null(ran: Any, tmp_path: Path) -> None:
@@ -306,7 +336,7 @@ def test_what_is_not_known_is_null(ran: Any, tmp_path: Path) -> None:
     status, _, err = ran("x.trace", "--bytes", "1G")
     assert (status, "no input knows those of layer 7" in err) == (2, True)
     trace_of(tmp_path / "sizes.trace", [], LAYERS)  # another trace of the model may know
-    assert rows_of(ran("x.trace", "sizes.trace", "--bytes", "1G", "--json"))[0]["bytes"] == 5040
+    assert rows_of(ran("x.trace", "sizes.trace", "--bytes", "1G", "--json"))[0]["bytes"] == (5 + 4) * 4096
 
 
 def test_work_without_tokens_has_no_rates(ran: Any, tmp_path: Path) -> None:
@@ -337,6 +367,8 @@ def test_work_without_tokens_has_no_rates(ran: Any, tmp_path: Path) -> None:
         (["--host-bytes", "8G"], ["needs the bytes of an expert"]),
         (["--held-out", "1"], ["--held-out"]),
         (["--held-out", "0"], ["--held-out"]),
+        (["--held-out", "nan"], ["--held-out is not a number between 0 and 1", "found nan"]),
+        (["--host-slots", "1", "--host-tier", "inclusive", "--slots", "2"], ["RAM has 1 slots", "VRAM 2", "exclusive"]),
         (["--clock", "demand"], ["--clock prices misses", "--costs"]),
         (["--costs", "gone.json", "--phase", "all"], ["--phase decode"]),
         (["--slots", "4", "--bytes", "8G"], ["--slots and --bytes exclude each other"]),
@@ -491,7 +523,10 @@ def test_a_part_is_held_out(ran: Any, tmp_path: Path) -> None:
     answer = ran("x.trace", "--policy", "static,static-oracle,lru,belady", "--slots", "2", "--held-out", "0.5", "--json")
     rows = rows_of(answer)
     assert [(r["hits"], r["accesses"], r["cold_misses"]) for r in rows] == [(1, 6, 2), (5, 6, 0), (3, 6, 2), (3, 6, 2)]
-    assert "held out between token halves" in ran("x.trace", "--policy", "lru", "--held-out", "0.5")[1]
+    assert "the last 50.0 %, held out between token halves" in ran("x.trace", "--policy", "lru", "--held-out", "0.5")[1]
+    assert "the last 16.7 %, held out" in ran("x.trace", "--policy", "lru", "--held-out", "0.001")[1], (
+        "no smaller part is there"
+    )
     third = rows_of(ran("x.trace", "--policy", "static,lru", "--slots", "2", "--held-out", "0.17", "--json"))
     assert [(r["hits"], r["accesses"]) for r in third] == [(1, 2), (1, 2)], "of equal counts the lower id is in the set"
     trace_of(tmp_path / "b.trace", steps([1, 2]), FOUR)
@@ -568,7 +603,8 @@ def test_knees_are_the_smallest_budgets_that_are_nearly_best() -> None:
         return Row(policy, "layer", "decode", {0: slots}, None, 10, accesses, Outcome(hits, 0, 0, None), None)
 
     rows = [row("a", 3, 100), row("a", 2, 90), row("a", 1, 89), row("b", 1, 0), row("b", 2, 0), row("c", 1, 0, 0)]
-    assert {name: r.size for name, r in knees(rows).items()} == {"a": 2, "b": 1}
+    assert {name: r.size for name, r in knees(rows).items()} == {"a": 2}, "nothing was hit by b, and of c nothing asked"
+    assert knees([row("a", 3, 100), row("a", 3, 90)]) == {}, "one size is no curve"
 
 
 def test_a_shared_budget_serves_the_layers_in_the_order_of_the_run() -> None:
