@@ -71,6 +71,7 @@ class ExpertCache:
                     self._finish_first(coming)
                     self._finish_rest(coming)
                 total += len(chosen) * self._layers[place].stride_bytes
+        self.counters = Counters()  # what was read before the first token belongs to none
         return total
 
     def serve(self, place: int, ids: npt.NDArray[np.uint16], *, whole: bool = True) -> None:

@@ -82,7 +82,7 @@ def run_counted(
         return CountedRun(
             {name: _counted(phase) for name, phase in zip(PHASES, both, strict=True)},
             seconds,
-            _adds_up(both, [layer.stride_bytes for layer in run.layers if not layer.is_mtp], run.uploaded_bytes),
+            _adds_up(both, [layer.stride_bytes for layer in run.layers if not layer.is_mtp]),
         )
 
 
@@ -90,10 +90,10 @@ def _counted(phase: PhaseCounters) -> Counted:
     return Counted(phase.accesses, phase.hits, phase.uploads)
 
 
-def _adds_up(phases: Sequence[PhaseCounters], strides: Sequence[int], preloaded_bytes: int) -> bool:
+def _adds_up(phases: Sequence[PhaseCounters], strides: Sequence[int]) -> bool:
     """Every miss and upload was read once, and so was what was read ahead in vain.  Unknown where blobs differ in size."""
     blobs = sum(phase.missed + phase.uploads + phase.wasted for phase in phases)
-    read = sum(phase.read_bytes for phase in phases) - preloaded_bytes
+    read = sum(phase.read_bytes for phase in phases)
     return min(strides) * blobs <= read <= max(strides) * blobs
 
 

@@ -134,3 +134,15 @@ def test_a_context_that_cannot_be_is_refused_with_one_that_can(made: Path) -> No
 def test_the_default_context_is_not_more_than_the_model_was_trained_for(made: Path) -> None:
     done = subprocess.run([*RUN, str(made), "-p", "x", "-n", "1", "--json"], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["load"]["n_ctx"] == 512
+
+
+def test_what_is_loaded_before_the_first_token_is_not_counted_with_the_prompt(made: Path) -> None:
+    wanted = {layer: range(32) for layer in range(6)}
+    options = SlotOptions(parse_policy("static"), slots=32, wanted=wanted)
+    with open_run(Engine.open(), open_bundle(made), ContextOptions(64, 64, 64, 1), options) as run:
+        assert run.uploaded_bytes == 6 * 32 * 28672
+        run.context.decode([1, 2, 3])
+        prompt = run.cache.counters.prompt
+        assert prompt.accesses == prompt.hits > 0
+        assert (prompt.read_bytes, prompt.wait_ns, prompt.check_ns) == (0, 0, 0)
+        assert prompt.callback_ns > 0
