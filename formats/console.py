@@ -31,7 +31,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 """The context settings of every command."""
 
-_EXTRAS = {"numpy": "profile", "numba": "profile", "matplotlib": "plot", "cffi": "llama", "xllamacpp": "llama"}
+_EXTRAS = {
+    "huggingface_hub": "hub",
+    "yaml": "hub",
+    "numpy": "profile",
+    "numba": "profile",
+    "matplotlib": "plot",
+    "cffi": "llama",
+    "xllamacpp": "llama",
+}
 
 _HINTS = {
     errno.ENOSPC: "No space is left; free some, or use -o on another disk",

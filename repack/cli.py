@@ -1,4 +1,4 @@
-"""`bel-repack`: convert, inspect, verify and restore."""
+"""`bel-repack`: convert, inspect, verify, restore, publish and fetch."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from bel.formats.process import peak_rss_bytes
 from bel.formats.shards import model_base_name
 from bel.formats.units import format_bytes, parse_bytes
 from bel.repack.layout import plan_layout
+from bel.repack.publish_cli import fetch, publish
 from bel.repack.report import conversion_rows, model_rows
 
 NAME = "bel-repack"
@@ -269,6 +270,10 @@ def restore(bundle: Path, output: Path, force: bool, as_json: bool) -> None:
             for f in files
         ]
         print_table(f"restored into {output}, equal to the source byte for byte", rows)
+
+
+main_group.add_command(publish)
+main_group.add_command(fetch)
 
 
 def _say_warnings(model: GgufModel) -> None:

@@ -52,7 +52,7 @@ def check_target(target: Path, inputs: Iterable[Path], *, force: bool, named: Pa
 
 _BUNDLE_NAMES = re.compile(
     r"(manifest\.json|.*-dense\.gguf|.*-ple\.gguf|.*-experts(-\d{5}-of-\d{5})?\.bin|.*-experts\.idx"
-    r"|profile\.json|plan\.json|README\.md|SHA256SUMS)",
+    r"|profile\.json|plan\.json|README\.md|SHA256SUMS|LICENSE(\.md|\.txt)?)",
     re.DOTALL,
 )
 
