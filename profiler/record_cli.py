@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,6 +87,7 @@ def record_command(
     from bel.profiler.recording import RecordRequest
     from bel.runtime.prompts import read_prompts
 
+    _need("cffi", "numpy", "numba")
     label = workload_label(workload, output)
     trace = trace or output.with_suffix(".trace")
     if is_same_output(trace, output):
@@ -135,3 +137,10 @@ def _recorded(result: RecordResult, trace: Path) -> dict[str, Any]:
         ],
         "cache": None if result.cache is None else asdict(result.cache),
     }
+
+
+def _need(*modules: str) -> None:
+    """Raise ModuleNotFoundError for what the worker would lack, or the summary at the end of a long recording."""
+    for name in modules:
+        if importlib.util.find_spec(name) is None:
+            raise ModuleNotFoundError(name=name)
