@@ -22,7 +22,7 @@ lint: $(VENV)/.dev  ## ruff and mypy --strict
 	ruff format --check .
 	MYPYPATH=build/ns mypy $(foreach p,$(PACKAGES),-p bel.$(p))
 
-bench: $(VENV)/.dev  ## measure against cp, cat and others (an hour, 20 GB of disk)
+bench: $(VENV)/.dev  ## measure against cp, cat and others (long, and much disk)
 	python tests/bench/bench_repack.py
 	python tests/bench/bench_record.py
 	python tests/bench/bench_simulate.py

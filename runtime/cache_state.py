@@ -35,7 +35,6 @@ from bel.runtime.cache_rows import (
     N_LISTS,
     NOWHERE,
     NUMBERS,
-    OWN,
     PERIOD,
     RANDOM_STATE,
     REAL_ROWS,
@@ -125,11 +124,6 @@ def step(state: CacheState, ids: npt.NDArray[np.uint16], *, base: int = 0, ticks
 def residents(state: CacheState) -> list[int]:
     """Items that are resident."""
     return [int(i) for i in np.flatnonzero(state.ints[RESIDENT, : state.ints[CONFIG, N_ITEMS]])]
-
-
-def call_items(state: CacheState, distinct: int) -> list[int]:
-    """The distinct items of the last call, in slot order."""
-    return [int(i) for i in state.ints[OWN, :distinct]]
 
 
 def _preload(ints: Ints, reals: Floats, item: int) -> bool:

@@ -6,17 +6,14 @@ Kernel documentation: admin-guide/cgroup-v2.rst (`memory.max`, `memory.peak`), c
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
-_PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+from bel.runtime.control_group import GROUPS, PROC, V1, V2, group_folders, read_number
+
 _NO_LIMIT_BYTES = 1 << 60
 """Version 1 has no word for "no limit": it shows the largest number of pages that it can count."""
-_VERSIONS = (
-    ("", r"^0::/(.*)$", "memory.max", "memory.peak"),
-    ("memory", r"^\d+:(?:\S*,)?memory(?:,\S*)?:/(.*)$", "memory.limit_in_bytes", "memory.max_usage_in_bytes"),
-)
+_VERSIONS = ((V2, "memory.max", "memory.peak"), (V1, "memory.limit_in_bytes", "memory.max_usage_in_bytes"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,24 +25,11 @@ class MemoryGroup:
     peak_bytes: int | None
 
 
-def memory_group(proc: Path = _PROC, groups: Path = _GROUPS) -> MemoryGroup | None:
+def memory_group(proc: Path = PROC, groups: Path = GROUPS) -> MemoryGroup | None:
     """The innermost group of this process that has a limit; None where no group limits it."""
-    text = (proc / "self/cgroup").read_text(encoding="utf-8", errors="surrogateescape")
-    for root, line, limit_name, peak_name in _VERSIONS:
-        match = re.search(line, text, re.MULTILINE)
-        if match is None:
-            continue
-        group = Path(match[1])
-        for folder in (groups / root / g for g in (group, *group.parents)):
-            limit = _number(folder / limit_name)
+    for version, limit_name, peak_name in _VERSIONS:
+        for folder in group_folders(version, proc, groups):
+            limit = read_number(folder / limit_name)
             if limit is not None and limit < _NO_LIMIT_BYTES:
-                return MemoryGroup(limit, _number(folder / peak_name))
+                return MemoryGroup(limit, read_number(folder / peak_name))
     return None
-
-
-def _number(path: Path) -> int | None:
-    """The number in a file; None where there is no such file, or it says `max`."""
-    if not path.is_file():
-        return None
-    text = path.read_text(encoding="ascii").strip()
-    return int(text) if text.isdecimal() else None

@@ -6,8 +6,10 @@ import contextlib
 import fcntl
 import hashlib
 import io
+import json
 import os
 import pickle
+import re
 import select
 import signal
 import subprocess
@@ -100,6 +102,22 @@ class Outcome:
     hit: str | None = None
     path: str | None = None
     calls: int = 0
+
+
+def answer(outcome: Outcome) -> dict[str, Any]:
+    """The object that a command with --json printed when it was done."""
+    assert outcome.status == 0, outcome
+    value = json.loads(outcome.stdout)
+    assert isinstance(value, dict)
+    return value
+
+
+def refused(outcome: Outcome, status: int, message: str) -> None:
+    """The refusal is on stderr, without traceback and without anything on stdout."""
+    assert outcome.status == status, outcome
+    assert outcome.stdout == ""
+    assert re.search(message, outcome.stderr), outcome.stderr
+    assert "Traceback" not in outcome.stderr
 
 
 def raises(code: int) -> Callable[[str | None], None]:

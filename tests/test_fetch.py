@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +16,7 @@ from bel.formats.bundle import open_bundle
 from bel.formats.console import run_command
 from bel.profiler.cli import main_group as profile_group
 from exactness import repack
-from faults import Outcome, finish, real, run_cli, start, tree, wait_until
+from faults import Outcome, answer, finish, real, refused, run_cli, start, tree, wait_until
 from hub_server import Fault, Hub, client_environment, serving
 
 REPO = "org/tiny"
@@ -64,20 +62,6 @@ def desk(tmp_path: Path, bundles: tuple[Path, Path]) -> Iterator[Desk]:
         made = Desk(hub, client_environment(hub, tmp_path / "home"), folder)
         made.put(bundles[0])
         yield made
-
-
-def answer(outcome: Outcome) -> dict[str, Any]:
-    assert outcome.status == 0, outcome
-    value = json.loads(outcome.stdout)
-    assert isinstance(value, dict)
-    return value
-
-
-def refused(outcome: Outcome, status: int, message: str) -> None:
-    assert outcome.status == status, outcome
-    assert outcome.stdout == ""
-    assert re.search(message, outcome.stderr), outcome.stderr
-    assert "Traceback" not in outcome.stderr
 
 
 def same(fetched: Path, bundle: Path) -> None:

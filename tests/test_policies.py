@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bel.formats.errors import UsageError
-from bel.runtime.cache_rows import CAPACITY, CONFIG, INCREMENT, NUMBERS, RESIDENT, SIZE, USED
-from bel.runtime.cache_state import CacheState, call_items, make_cache, preload, residents, step
+from bel.runtime.cache_rows import CAPACITY, CONFIG, INCREMENT, NUMBERS, OWN, RESIDENT, SIZE, USED
+from bel.runtime.cache_state import CacheState, make_cache, preload, residents, step
 from bel.runtime.cache_step import serve
 from bel.runtime.policies import parse_policy
 from cache_model import ModelCache
@@ -72,7 +72,7 @@ def test_each_call_asks_what_a_plain_model_asks(
     for rows, base, ticks in calls:
         got = step(state, rows_of(rows), base=base, ticks=ticks)
         want = model.call([[base + e for e in row] for row in rows], ticks=ticks)
-        own = call_items(state, got.distinct)
+        own = state.ints[OWN, : got.distinct].tolist()
         assert (own, got.missed) == (want.own, want.missed)
         assert (got.victims, got.cut, got.uploads) == (want.victims, want.cut, want.uploads)
         assert set(residents(state)) == model.resident

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import signal
 import subprocess
@@ -11,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,7 +22,7 @@ from bel.formats.trace_header import TraceLayer
 from bel.profiler.cli import main_group as profile_group
 from bel.profiler.summarize import summarize
 from exactness import repack
-from faults import COMMAND, Outcome, finish, real, run_cli, start, tree, wait_until
+from faults import COMMAND, Outcome, answer, finish, real, refused, run_cli, start, tree, wait_until
 from hub_server import Fault, Hub, client_environment, serving
 from routes import write_trace
 
@@ -83,21 +81,6 @@ def profile(tmp_path: Path, bundle: Path) -> Path:
     path = tmp_path / "code.json"
     path.write_bytes(encode_profile(replace(made, fingerprint=fingerprint(open_bundle(bundle)))))
     return path
-
-
-def answer(outcome: Outcome) -> dict[str, Any]:
-    assert outcome.status == 0, outcome
-    value = json.loads(outcome.stdout)
-    assert isinstance(value, dict)
-    return value
-
-
-def refused(outcome: Outcome, status: int, message: str) -> None:
-    """The refusal is one line on stderr, without traceback and without anything on stdout."""
-    assert outcome.status == status, outcome
-    assert outcome.stdout == ""
-    assert re.search(message, outcome.stderr), outcome.stderr
-    assert "Traceback" not in outcome.stderr
 
 
 def dry(bundle: Path, *arguments: str | Path) -> Outcome:
