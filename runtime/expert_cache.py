@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,8 @@ from bel.runtime.policies import Policy
 
 PREFETCH_SHARE = 0.75
 """The next layer is read ahead where a call is expected to use at least this share of its experts."""
+GUESSED_READS = 2
+"""Experts of the next layer that one row's guess has read ahead at most: what arrives while a layer computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +76,19 @@ class ExpertCache:
         self.counters = Counters()  # what was read before the first token belongs to none
         return total
 
-    def serve(self, place: int, ids: npt.NDArray[np.uint16], *, whole: bool = True) -> None:
+    def serve(
+        self,
+        place: int,
+        ids: npt.NDArray[np.uint16],
+        *,
+        whole: bool = True,
+        likely: Callable[[int], Sequence[int]] | None = None,
+    ) -> None:
         """Make the experts of a call resident: `ids` (rows, top_k) of the layer at `place`, in slot order.
 
         Unless `whole`, what only the last product of the experts reads may still be on its way: `finish` waits for it.
-        Raises what the reads and checksums raise, and MachineError for every call after that.
+        `likely` gives experts that the layer at a place will probably want next, likeliest first: the first that are missing
+        are read ahead.  Raises what the reads and checksums raise, and MachineError for every call after that.
         """
         began = time.perf_counter_ns()
         with self._guarded():
@@ -91,9 +101,9 @@ class ExpertCache:
                 self._finish_rests()
             following = self._following[place]
             # Pages of other sizes are of no use to the next layer, and would come on top of what it needs.
-            self._drop_spare(but_bytes=self._layers[following].stride_bytes if len(ids) > 1 else 0)
+            self._drop_spare(but_bytes=self._layers[following].stride_bytes, keep=self._kept_pages(following, len(ids)))
             if following > place:
-                self._read_ahead(following, len(ids))
+                self._ahead = self._read_ahead(following, len(ids), likely)
         self.counters.now.callback_ns += time.perf_counter_ns() - began
 
     def _load(self, place: int, done: Step) -> None:
@@ -154,7 +164,8 @@ class ExpertCache:
             self._release_cut()
             if self._ahead is not None:
                 self._take_ahead(NOWHERE)
-            self._drop_spare()
+            first = self._following[-1]
+            self._drop_spare(but_bytes=self._layers[first].stride_bytes, keep=self._kept_pages(first, 1))
         self.counters.now.callback_ns += time.perf_counter_ns() - began
 
     def _start(self, place: int, loads: dict[int, Load]) -> _Coming | None:
@@ -206,14 +217,17 @@ class ExpertCache:
             self._free(place, expert)
         self._cut = []
 
-    def _drop_spare(self, *, but_bytes: int = 0) -> None:
-        """Give pages that nobody needs back to the machine, but those of blobs of `but_bytes`."""
+    def _kept_pages(self, following: int, rows: int) -> int | None:
+        """Of how many blobs pages are kept for the layer that comes next: all behind a prompt's call (None)."""
+        layer = self._layers[following]
+        return None if rows > 1 else min(GUESSED_READS, self.prefetch_bytes // layer.stride_bytes)
+
+    def _drop_spare(self, *, but_bytes: int = 0, keep: int | None = None) -> None:
+        """Give pages that nobody needs back to the machine, but those of blobs of `but_bytes`: of `keep` of them, or all."""
         for size, addresses in self._spare.items():
-            if size == but_bytes:
-                continue
-            for address in addresses:
-                self._arena.drop(address, size)
-            addresses.clear()
+            left = 0 if size != but_bytes else len(addresses) if keep is None else keep
+            while len(addresses) > left:
+                self._arena.drop(addresses.popitem()[0], size)
 
     def _take_ahead(self, place: int) -> dict[int, Load]:
         """What was read ahead for this layer, arrived, by expert; no longer ahead."""
@@ -235,17 +249,20 @@ class ExpertCache:
             self._free(place, expert)
         self.counters.now.wasted += len(unused)
 
-    def _read_ahead(self, place: int, rows: int) -> None:
-        """Begin to read the next layer's experts that are not resident, where the call will use most of them."""
+    def _read_ahead(self, place: int, rows: int, likely: Callable[[int], Sequence[int]] | None) -> _Coming | None:
+        """Begin to read experts of the next layer that are not resident: all where the call will use most of them, else the
+        likely ones of a single row."""
         layer = self._layers[place]
+        room = self.prefetch_bytes // layer.stride_bytes
         used = 1 - (1 - (layer.n_used or 0) / layer.n_expert) ** rows
-        if used < PREFETCH_SHARE:
-            return
-        there = set(self.resident(place))
-        missing = [expert for expert in range(layer.n_expert) if expert not in there]
-        chosen = missing[: self.prefetch_bytes // layer.stride_bytes]
-        if chosen:
-            self._ahead = self._start(place, {expert: self._room(place, expert) for expert in chosen})
+        wanted: Sequence[int] = ()
+        if used >= PREFETCH_SHARE:
+            wanted = range(layer.n_expert)
+        elif rows == 1 and likely is not None and room:
+            wanted, room = likely(place), min(room, GUESSED_READS)
+        there = set(self.resident(place)) if wanted else set()
+        chosen = [expert for expert in wanted if expert not in there][:room]
+        return self._start(place, {expert: self._room(place, expert) for expert in chosen})
 
 
 def _following(layers: Sequence[LayerLayout]) -> list[int]:

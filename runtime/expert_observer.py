@@ -7,6 +7,7 @@ Node names: `build_moe_ffn` in src/llama-graph.cpp of llama.cpp build 11549.  Th
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 
@@ -18,6 +19,7 @@ from bel.formats.manifest import TensorRow
 from bel.runtime.arena import Arena
 from bel.runtime.context import Observer
 from bel.runtime.expert_cache import ExpertCache
+from bel.runtime.next_experts import NextExperts
 from bel.runtime.tensor import Tensor
 
 _PRODUCT = "MUL_MAT_ID"
@@ -52,6 +54,7 @@ class ExpertObserver:
         self._stops: set[int] = set()
         self._is_placed = False
         self._served: set[int] = set()
+        self._next = NextExperts()
 
     def ask(self, tensor: Tensor) -> bool:
         """Whether llama.cpp must stop at this node."""
@@ -84,7 +87,11 @@ class ExpertObserver:
             return
         if ids.dtype != np.int32 or int(ids.min()) < 0 or int(ids.max()) >= self._n_expert[place]:
             raise MachineError("llama.cpp chose an expert that does not exist", tensor=tensor.name)
-        self.cache.serve(place, ids.astype(np.uint16), whole=place not in self._stops)
+        likely = None
+        if len(ids) == 1 and self.cache.prefetch_bytes:
+            self._next.see(tensor, place)
+            likely = functools.partial(self._next.guess, count=ids.shape[1])
+        self.cache.serve(place, ids.astype(np.uint16), whole=place not in self._stops, likely=likely)
 
     def end(self) -> None:
         """A decode has ended.  Raises MachineError where a layer was computed unasked: its experts may not have been there."""

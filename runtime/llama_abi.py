@@ -195,7 +195,7 @@ _MOE_CACHE = {CONTEXT_LAYOUTS[0]: "size_t moe_cache_size;", CONTEXT_LAYOUTS[1]: 
 
 # enum ggml_op (ggml/include/ggml.h): the operations whose nodes are looked at
 OPS = {0: "NONE", 3: "ADD_ID", 29: "MUL_MAT", 30: "MUL_MAT_ID", 36: "RESHAPE", 37: "VIEW", 40: "GET_ROWS", 69: "ARGSORT"}
-OP_VIEW = 37
+OP_MUL_MAT, OP_VIEW = 29, 37
 TYPE_F32, TYPE_F16, TYPE_I32 = 0, 1, 26
 _TYPES = {TYPE_F32: "f32", TYPE_F16: "f16", 2: "q4_0", 8: "q8_0", 12: "q4_K", 14: "q6_K", TYPE_I32: "i32", 39: "mxfp4"}
 

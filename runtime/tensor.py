@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bel.formats.errors import MachineError
-from bel.runtime.llama_abi import OP_VIEW, TYPE_F16, TYPE_F32, TYPE_I32
+from bel.runtime.llama_abi import OP_MUL_MAT, OP_VIEW, TYPE_F16, TYPE_F32, TYPE_I32
 
 _DTYPES: dict[int, type[np.generic]] = {TYPE_F32: np.float32, TYPE_F16: np.float16, TYPE_I32: np.int32}
 
@@ -59,6 +59,11 @@ class Tensor:
     def is_view(self) -> bool:
         """Whether its data lie inside another tensor's."""
         return bool(self._t.op == OP_VIEW)
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it is a matrix product with one weight for all rows."""
+        return bool(self._t.op == OP_MUL_MAT)
 
     @property
     def size_bytes(self) -> int:

@@ -284,11 +284,11 @@ def test_a_load_that_comes_late_is_found(tiny: Path, monkeypatch: pytest.MonkeyP
     """A policy that says that an expert is resident when it is not."""
     serve, calls = ExpertCache.serve, 0
 
-    def forgetting(self: ExpertCache, place: int, ids: Any, *, whole: bool = True) -> None:
+    def forgetting(self: ExpertCache, place: int, ids: Any, **how: Any) -> None:
         nonlocal calls
         calls += 1
         if calls != 2 * LAYERS + 3:
-            serve(self, place, ids, whole=whole)
+            serve(self, place, ids, **how)
 
     monkeypatch.setattr(ExpertCache, "serve", forgetting)
     answer = checked(TINY, tiny, [random_prompt(1, 4096)], slots=TOP_K)
