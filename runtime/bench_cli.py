@@ -24,6 +24,12 @@ NAME = "bel-run"
 @click.option("-n", "decode_tokens", type=click.IntRange(2), default=64, show_default=True, help="Tokens to decode.")
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=1, show_default=True, help="Seed of tokens drawn at random.")
 @click.option("--cold-only", is_flag=True, help="Leave out the second pass, which finds the slots filled.")
+@click.option(
+    "--costs",
+    "costs_file",
+    type=PATH,
+    help="Costs of `bel-profile bandwidth`: put the times of this run into them, for `simulate --clock blocking` and `plan`.",
+)
 @json_option
 @click.option("--bench", is_flag=True, expose_value=False, help="Measure: this command.")
 def bench_command(
@@ -33,6 +39,7 @@ def bench_command(
     decode_tokens: int,
     seed: int,
     cold_only: bool,
+    costs_file: Path | None,
     as_json: bool,
 ) -> None:
     """Measure how fast BUNDLE, or with --stock a GGUF, reads a prompt and decodes.
@@ -46,13 +53,23 @@ def bench_command(
       bel-run model.bel --bench
       bel-run model.bel --bench -f code.txt --ram 8G --policy lru -n 128
       bel-run model.gguf --stock --bench -f code.txt --json
+      bel-run model.bel --bench -f code.txt --ram 8G --costs costs.json
     """
+    from bel.formats.costs import encode_costs, load_costs
+    from bel.formats.errors import BadInputError, UsageError
+    from bel.formats.staging import replace_file
     from bel.runtime.bench import BenchRequest, BenchResult, Ready, bench
     from bel.runtime.bench_report import pass_json, run_report
     from bel.runtime.prompts import read_prompts
+    from bel.runtime.run_costs import run_costs
     from bel.runtime.run_report import report_json
     from bel.runtime.stopping import stop_requests
 
+    if costs_file is not None and options.stock:
+        raise UsageError("--costs is for a bundle: a stock run has no experts that it waits for", hint="Leave one of them out")
+    if costs_file is not None and not costs_file.is_file():
+        raise BadInputError("no such costs", path=str(costs_file), hint="`bel-profile bandwidth BUNDLE -o FILE` makes them")
+    costs = None if costs_file is None else load_costs(costs_file)  # before the measurement, which takes a while
     text = None if file is None else "\n".join(prompt.text for prompt in read_prompts([file]))
     request = BenchRequest(options, text, prompt_tokens, decode_tokens, seed, is_warm=not cold_only)
     reports: list[dict[str, Any]] = []
@@ -65,6 +82,9 @@ def bench_command(
                 _say_ready(ready, request)
             elif isinstance(event, BenchResult):
                 _print(event, reports, passes, request, as_json=as_json)
+                if costs is not None and costs_file is not None and ready is not None and ready.running.bundle is not None:
+                    replace_file(costs_file, encode_costs(run_costs(costs, event, ready.running.bundle)))
+                    say(NAME, f"put the times of this run into {costs_file}")
             else:
                 assert ready is not None, "a pass comes after its model"
                 # Now: the next pass counts the slots anew.

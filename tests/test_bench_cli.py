@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bel.formats.bundle import open_bundle
 from bel.formats.console import run_command
+from bel.formats.costs import Costs, encode_costs, load_costs
 from bel.formats.gguf_model import open_model
 from bel.repack.convert import convert
 from bel.repack.layout import plan_layout
@@ -112,6 +115,34 @@ def test_random_tokens_are_a_function_of_the_seed(bundle: Path, capsys: pytest.C
     )
     assert long[:5] == short
     assert long != other
+
+
+def test_costs_of_a_run_give_its_time_back(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the clock `blocking`: layers, and each miss at the rate; and what the run did not measure stays."""
+    file, made = tmp_path / "costs.json", Costs(2**20, 1e9, ((1, 1e9),), 1e10, 1e-3, None, None, None, "a machine")
+    file.write_bytes(encode_costs(made))
+    answer = bench(capsys, bundle, "-f", TEXT, "--slots", "8", "--costs", file, *FEW)
+    warm, costs = answer["passes"][-1], load_costs(file)
+    assert costs.layer_seconds is not None
+    misses = warm["cache"]["accesses"] - warm["cache"]["hits"]
+    stride = open_bundle(bundle).manifest.layers[0].stride_bytes
+    clock = sum(seconds for _, seconds in costs.layer_seconds) + misses / 12 * stride / costs.nvme_bytes_per_s
+    assert clock * 1e3 == pytest.approx(warm["ms_per_token"])
+    assert len(costs.layer_seconds) == 6
+    assert replace(costs, layer_seconds=None, nvme_bytes_per_s=1e9, nvme_depths=((1, 1e9),), machine="a machine") == made
+    again = bench(capsys, bundle, "-f", TEXT, "--slots", "32", "--costs", file, *FEW)
+    assert again["passes"][-1]["hit_rate"] == 1
+    kept = load_costs(file)
+    assert kept.nvme_bytes_per_s == costs.nvme_bytes_per_s, "a run without misses says nothing about them"
+    assert kept.machine == costs.machine
+
+
+def test_costs_need_a_bundle_and_a_file(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Said before anything is measured."""
+    assert failed(capsys, MODEL, "--stock", "--costs", tmp_path / "x", *FEW)[0] == 2
+    status, message = failed(capsys, bundle, "--costs", tmp_path / "x", *FEW)
+    assert status == 3
+    assert "bel-profile bandwidth" in message
 
 
 def test_a_text_for_people(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,8 +76,8 @@ def stock_cases(bench: Bench, model: Path, limit_bytes: int) -> list[Case]:
 
 def compare(
     bench: Bench, part: str, title: str, model: Path, ours: Sequence[Case], judged: str, limit_bytes: int, text: Path | None
-) -> Iterator[Bar]:
-    """Measure stock and ours, print the table, and give the bars, by the one of ours that is named `judged`."""
+) -> Generator[Bar, None, dict[str, list[Took]]]:
+    """Measure stock and ours, print the table, and give the bars, by the one of ours that is named `judged`; then the runs."""
     limit = bench.limit(limit_bytes)
     stock = stock_cases(bench, model, limit_bytes)
     mine = [Case(c.name, c.model, c.arguments, limit, {}, bench.options.tokens) for c in ours]
@@ -95,6 +95,7 @@ def compare(
         theirs = figure(found[stock[-1].name], "prompt_tokens_per_s")
         ratio = (figure(found[judged], "prompt_tokens_per_s") or 0.0) / theirs if theirs else 0.0
         yield at_least(f"{part}: prompt, of stock's under the cap ({judged})", ratio, 1.0)
+    return found
 
 
 def _rivals(found: dict[str, list[Took]], stock: Sequence[Case], limit: int | None) -> Rivals:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from inflate import inflate
@@ -38,6 +41,11 @@ class Real:
     def planned(self) -> Path:
         """The plan at the bytes of `half` slots in each layer."""
         return self.folder / "plan.json"
+
+    @property
+    def costs(self) -> Path:
+        """What moving and computing an expert takes here."""
+        return self.folder / "costs.json"
 
     @property
     def uniform(self) -> Path:
@@ -86,6 +94,18 @@ def make_plans(real: Real, seed_tokens: np.ndarray) -> None:
     real.uniform.write_bytes(encode_plan(_uniform(load_plan(real.planned), real.half, counted.wanted_of(trace))))
 
 
+def measure_costs(real: Real) -> None:
+    """The costs of this machine, by `bel-profile bandwidth`."""
+    _command(PLAN, "bandwidth", real.bundle, "-o", real.costs)
+
+
+def predicted(real: Real, trace: Path, policies: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows of `bel-profile simulate` for half of the slots, with the time of a token by the costs."""
+    how = ["--policy", ",".join(policies), "--slots", str(real.half), "--phase", "decode"]
+    rows = json.loads(_command(PLAN, "simulate", trace, *how, "--costs", real.costs, "--clock", "blocking", "--json"))["rows"]
+    return list(rows)
+
+
 def _uniform(plan: Plan, slots: int, wanted: dict[int, list[int]]) -> Plan:
     layers = tuple(
         dataclasses.replace(layer, slots=min(slots, layer.n_expert), preload=tuple(wanted[layer.layer][:slots]))
@@ -94,7 +114,8 @@ def _uniform(plan: Plan, slots: int, wanted: dict[int, list[int]]) -> Plan:
     return dataclasses.replace(plan, layers=layers)
 
 
-def _command(code: str, *arguments: str | Path) -> None:
+def _command(code: str, *arguments: str | Path) -> str:
     done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{arguments[0]} ended with {done.returncode}: {done.stderr[-2000:]}")
+    return done.stdout
