@@ -38,7 +38,7 @@ _PATH = click.Path(path_type=Path)
 @click.option("--threads", "n_threads", type=click.IntRange(1), help="Threads of llama.cpp.")
 @click.option("--temp", "temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Seed above temperature 0.")
-@click.option("--slots", type=click.IntRange(1), help="Of a bundle: slots for experts in every layer.")
+@click.option("--slots", type=click.IntRange(1), metavar="N", help="Of a bundle: slots for experts in every layer.")
 @click.option(
     "--ram",
     metavar="SIZE",

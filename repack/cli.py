@@ -68,6 +68,7 @@ def main_group() -> None:
 )
 @click.option(
     "--shard-size",
+    metavar="SIZE",
     callback=_size,
     default=DEFAULT_SHARD_SIZE,
     show_default=True,
@@ -242,8 +243,7 @@ def verify(bundle: Path, source: Path | None, quick: bool, as_json: bool) -> int
     "output",
     type=_PATH,
     default=Path("."),
-    show_default="the current folder",
-    help="The folder for the restored files; made if its parent exists.",
+    help="The folder for the restored files; made if its parent exists.  Default: the current folder.",
 )
 @click.option("--force", is_flag=True, help="Replace existing files of the same names.")
 @json_option

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 NAME = "bel-run"
 
 
-@click.command(context_settings=SETTINGS)
+@click.command(context_settings=SETTINGS, options_metavar="--bench [OPTIONS]")
 @run_options
 @click.option("-f", "file", type=PATH, help="Tokens of this text, or of all files of a folder.  Default: drawn at random.")
 @click.option("--prompt-tokens", type=click.IntRange(1), default=256, show_default=True, help="Tokens of the prompt.")

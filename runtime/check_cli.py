@@ -26,7 +26,7 @@ TRIAL_CONTEXT = 32
 """Positions of a context that only shows that the bundle can be opened."""
 
 
-@click.command(context_settings=SETTINGS)
+@click.command(context_settings=SETTINGS, options_metavar="--check-against MODEL.gguf [OPTIONS]")
 @run_options
 @click.option("--check-against", "source", type=PATH, required=True, metavar="MODEL.gguf", help="The bundle's source.")
 @click.option("-f", "files", type=PATH, multiple=True, help="Prompts: a file, or every file of a folder.  May be repeated.")
@@ -146,3 +146,8 @@ def _rows(found: Differences, answer: dict[str, Any]) -> list[tuple[str, str]]:
 def _place(first: Mismatch) -> str:
     layer = "" if first.layer is None else f", layer {first.layer}"
     return f"{first.what} at position {first.position}{layer} of {first.prompt}: {first.found}, expected {first.expected}"
+
+
+for _option in check_command.params:
+    if isinstance(_option, click.Option) and _option.name == "stock":  # refused with a reason of its own
+        _option.hidden = True

@@ -86,7 +86,7 @@ def main_command(
 ) -> int:
     """Generate text from BUNDLE, a model that may be bigger than memory.  The words are those of stock llama.cpp.
 
-    Text goes to stdout as it is made; how the model was loaded, and the statistics, go to stderr.  Ctrl-C stops behind the word
+    Text goes to stdout as it is made; how the model was loaded, and the statistics, go to stderr.  Ctrl-C stops after the token
     at hand.
 
     \b

@@ -13,6 +13,7 @@ from bel.formats.console import F
 from bel.formats.errors import UsageError
 from bel.formats.units import parse_bytes
 from bel.runtime.llama_library import ENGINES
+from bel.runtime.policies import POLICY_NAMES
 from bel.runtime.readers import KINDS
 from bel.runtime.run_options import DEFAULT_CONTEXT, DEFAULT_POLICY, DEFAULT_UBATCH, RunOptions
 
@@ -26,14 +27,14 @@ def _size(_ctx: click.Context, _parameter: click.Parameter, value: str | None) -
 _OPTIONS = (
     click.argument("model", type=PATH, metavar="BUNDLE"),
     click.option("--plan", type=PATH, help="Slots and preloading by a plan of `bel-profile plan`."),
-    click.option("--slots", type=click.IntRange(1), help="Slots in every layer."),
+    click.option("--slots", type=click.IntRange(1), metavar="N", help="Slots in every layer."),
     click.option(
         "--ram",
         callback=_size,
         metavar="SIZE",
         help="Memory for the whole process: as many slots as fit.  Default, without --plan and --slots: what is free now.",
     ),
-    click.option("--policy", default=DEFAULT_POLICY, show_default=True, help="Which experts stay: lru, static, repick:N ..."),
+    click.option("--policy", default=DEFAULT_POLICY, show_default=True, help=f"Which experts stay: {POLICY_NAMES}."),
     click.option(
         "--context",
         type=click.IntRange(1, 2**31 - 1),

@@ -26,8 +26,9 @@ from bel.runtime.slot_budget import TooLittleMemory
 
 TRIED_CONTEXT, TRIAL_CONTEXT = 1 << 16, 1024
 """A longer context is tried with a short one first, to see what a position costs."""
-RESERVE_SHARE, RESERVE_BYTES = 0.1, 256 * MIB
-"""Left to others of the memory that is free, where no budget is given: a share, and at least so many bytes."""
+RESERVE_SHARE, RESERVE_BYTES, MOST_RESERVE_SHARE = 0.1, 256 * MIB, 0.25
+"""Left to others of the memory that is free, where no budget is given: a share, at least so many bytes, but no more than a
+larger share: in a container of 100 MiB the bytes alone would leave nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ def _open_bundle(options: RunOptions, sizes: Callable[[Model], ContextOptions], 
         except TooLittleMemory as error:
             if not is_default:
                 raise
-            raise UsageError(f"{error.cause}; no --ram was given, and this is what is free here", hint=error.hint) from None
+            raise UsageError(f"{error.cause}; no --ram was given, and this is what is free here, less a reserve for others", hint=error.hint) from None
         positions = _positions(options, run.model, run.context)
         yield Running(run.model, run.context, run, slots.policy.name, promised_bytes, is_default, positions)
 
@@ -169,7 +170,7 @@ def _other_model(path: Path, plan: Plan, bundle: Bundle, why: str) -> BadInputEr
 def spare_bytes() -> int:
     """The memory that a run may have where none is named: what this process holds and what is free, less a reserve."""
     free = free_bytes()
-    reserve: int = max(int(RESERVE_SHARE * free), RESERVE_BYTES)
+    reserve = min(max(int(RESERVE_SHARE * free), RESERVE_BYTES), int(MOST_RESERVE_SHARE * free))
     return rss_bytes() + free - reserve
 
 

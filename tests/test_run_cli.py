@@ -207,7 +207,7 @@ def test_the_json_object_has_what_the_command_promises(run: Run, model: Path) ->
     assert cache["hits"] + cache["misses"] == cache["accesses"]
     assert 0 < cache["misses"] < cache["accesses"]
     stride = open_bundle(model).manifest.layers[0].stride_bytes
-    assert cache["bytes_per_token"] == {"nvme": cache["misses"] * stride / 11}
+    assert cache["bytes_per_token"] == {"nvme": (cache["misses"] + cache["prefetch_wasted"]) * stride / 11}
     assert cache["stall_seconds"] > 0
     assert cache["prompt"]["accesses"] > 0
     assert answer["major_faults_per_token"] >= 0
@@ -253,6 +253,16 @@ def test_too_little_free_memory_says_that_nobody_asked_for_it(run: Run, model: P
     done = run(model, "-p", "hi", "-n", 2)
     assert done.status == 2
     assert "no --ram was given, and this is what is free here" in done.stderr
+
+
+@pytest.mark.parametrize("free_mib", [0, 1, 64, 96, 300, 4096, 65536])
+def test_the_reserve_leaves_most_of_what_is_free(free_mib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In small containers too; in large ones at least 256 MiB stay for others."""
+    monkeypatch.setattr(running, "free_bytes", lambda: free_mib << 20)
+    monkeypatch.setattr(running, "rss_bytes", lambda: 0)
+    spare = running.spare_bytes()
+    assert 3 * (free_mib << 20) // 4 <= spare <= free_mib << 20
+    assert free_mib < 1024 or (free_mib << 20) - spare >= 256 << 20
 
 
 def test_a_static_set_without_a_plan_is_called_what_it_is(run: Run, model: Path, stock: Any) -> None:
