@@ -2,6 +2,8 @@
 
 It serves the routes of models that the client calls for creating, pre-upload, LFS upload, commit and download (Xet off),
 as huggingface_hub 2.4.0 calls them.  What is committed, and which requests came, can be looked at.
+
+As a program, for the examples: it prints its address and serves until its standard input ends.
 """
 
 from __future__ import annotations
@@ -13,9 +15,10 @@ import os
 import re
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -315,3 +318,9 @@ def serving() -> Iterator[Hub]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+if __name__ == "__main__":
+    with serving() as served, suppress(KeyboardInterrupt):
+        print(served.url, flush=True)
+        sys.stdin.buffer.read()

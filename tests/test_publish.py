@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -22,7 +20,7 @@ from bel.formats.trace_header import TraceLayer
 from bel.profiler.cli import main_group as profile_group
 from bel.profiler.summarize import summarize
 from exactness import repack
-from faults import COMMAND, Outcome, answer, finish, real, refused, run_cli, start, tree, wait_until
+from faults import Outcome, answer, finish, real, refused, run_cli, start, tree, wait_until
 from hub_server import Fault, Hub, client_environment, serving
 from routes import write_trace
 
@@ -226,31 +224,6 @@ def test_source_shards_bundle_and_restored_shards_have_one_content_digest(tmp_pa
         for path, extra in ((single, ["--digest"]), (shards[0], ["--digest"]), (bundle, []), (restored, ["--digest"]))
     }
     assert len(digests) == 1 and None not in digests
-
-
-def test_the_commands_of_the_card_work(desk: Desk, example: Path) -> None:
-    """Those of a reader who copies them, with the hub of the test; only the installation is there already."""
-    bundle = repack(example, desk.folder / "t.bel")
-    assert desk.publish(bundle, "--license", "mit", "--base-model", "Org/Base").status == 0
-    card = desk.hub.files(REPO)["README.md"].decode()
-    block = re.search(r"```sh\n(.*?)```", card, re.DOTALL)
-    assert block is not None
-    lines = block.group(1).splitlines()
-    assert lines[0] == "pip install 'bel-toolkit[hub,llama]'" and len(lines) == 5
-    path = f"{Path(COMMAND).parent}:{Path(sys.executable).parent}:{desk.environment['PATH']}"
-    for line in lines[1:]:
-        command = f"{line} --threads 1" if line.startswith("bel-run") else line
-        ran = subprocess.run(
-            ["sh", "-c", command],
-            cwd=desk.folder,
-            env={**desk.environment, "PATH": path},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert ran.returncode == 0, (line, ran.stderr)
-    assert (desk.folder / example.name).read_bytes() == example.read_bytes()
-    assert hashlib.sha256(example.read_bytes()).hexdigest() in card
 
 
 def test_damage_that_a_sample_misses_is_found_before_anything_is_sent(desk: Desk, bundle: Path) -> None:
