@@ -20,8 +20,13 @@ from bel.profiler.profile_cli import NAME, force_option, report_profile, say_all
 if TYPE_CHECKING:
     from bel.profiler.recording import RecordResult
 
-ENGINES = ("auto", "xllamacpp", "llama-cpp-python")
 _PATH = click.Path(path_type=Path)
+
+
+def _engine(_context: click.Context, _parameter: click.Parameter, value: str) -> str:
+    from bel.runtime.llama_library import engine_choice
+
+    return engine_choice(value)
 
 
 @click.command("record", context_settings=SETTINGS)
@@ -32,7 +37,14 @@ _PATH = click.Path(path_type=Path)
 @click.option("--workload", help="The label of the work.  Default: the output's name.")
 @click.option("--weights", is_flag=True, help="Record the router's weights too.")
 @click.option("--timing", is_flag=True, help="Record the time of each layer too: of a GGUF.")
-@click.option("--engine", type=click.Choice(ENGINES), default="auto", show_default=True, help="Which llama.cpp to use.")
+@click.option(
+    "--engine",
+    default="auto",
+    show_default=True,
+    metavar="NAME|FOLDER",
+    callback=_engine,
+    help="Which llama.cpp: auto, xllamacpp, llama-cpp-python, or a folder with a build of it.",
+)
 @click.option("--context", "n_ctx", type=click.IntRange(1), help="Context in tokens.  Default: what the prompts need.")
 @click.option("--ubatch", "n_ubatch", type=click.IntRange(1), default=512, show_default=True, help="Prompt tokens at once.")
 @click.option("--threads", "n_threads", type=click.IntRange(1), help="Threads of llama.cpp.")

@@ -8,6 +8,7 @@ decides what is read early, never what is computed.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -99,5 +100,5 @@ def _router(product: Tensor, source: Tensor) -> _Router | None:
 
 def _floats(tensor: Tensor, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
     """A tensor's values where they lie."""
-    memory = (ctypes.c_float * int(np.prod(shape))).from_address(tensor.address)
+    memory = (ctypes.c_float * math.prod(shape)).from_address(tensor.address)
     return np.frombuffer(memoryview(memory), np.float32).reshape(shape)

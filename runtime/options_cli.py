@@ -12,7 +12,7 @@ import click
 from bel.formats.console import F
 from bel.formats.errors import UsageError
 from bel.formats.units import parse_bytes
-from bel.runtime.llama_library import ENGINES
+from bel.runtime.llama_library import engine_choice
 from bel.runtime.policies import POLICY_NAMES
 from bel.runtime.readers import KINDS
 from bel.runtime.run_options import DEFAULT_CONTEXT, DEFAULT_POLICY, DEFAULT_UBATCH, RunOptions
@@ -54,7 +54,14 @@ _OPTIONS = (
     click.option("--no-checksums", is_flag=True, help="Do not compare the checksum of an expert when it is first read."),
     click.option("--no-prefetch", is_flag=True, help="Do not read the next layer's experts while a prompt is computed."),
     click.option("--stock", is_flag=True, help="Run a GGUF as llama.cpp does: the baseline."),
-    click.option("--engine", type=click.Choice(ENGINES), default="auto", show_default=True, help="Which llama.cpp to use."),
+    click.option(
+        "--engine",
+        default="auto",
+        show_default=True,
+        metavar="NAME|FOLDER",
+        callback=lambda _context, _parameter, value: engine_choice(value),
+        help="Which llama.cpp: auto, xllamacpp, llama-cpp-python, or a folder with a build of it (docs/gpu.md).",
+    ),
     click.option("--gpu", type=int, hidden=True),
 )
 
