@@ -10,6 +10,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from bel.formats.atomic import read_head
 from bel.formats.bundle import Bundle, check_sizes, expected_experts_header
@@ -81,7 +82,7 @@ def open_run(
     the machine refuses.
     """
     check_sizes(bundle)
-    _check_headers(bundle)
+    check_headers(bundle)
     layers, manifest = bundle.manifest.layers, bundle.manifest
     process_bytes = rss_bytes()
     with contextlib.ExitStack() as stack:
@@ -92,7 +93,7 @@ def open_run(
         watch = FileWatch([bundle.path(row.name) for row in manifest.experts])
         stack.callback(watch.close)
         pager = Pager(bundle, reader, watch=watch, checks=slots.checks)
-        model = stack.enter_context(_load(engine, bundle))
+        model = stack.enter_context(load_bundle(engine, bundle))
         observer = ExpertObserver(layers, manifest.tensors, arena, inner)
         sizes = options if isinstance(options, ContextOptions) else options(model)
         engine.log.clear()
@@ -146,8 +147,10 @@ def _counts(
 
 
 @contextlib.contextmanager
-def _load(engine: Engine, bundle: Bundle) -> Iterator[Model]:
-    """The model with its experts declared and nowhere.
+def load_bundle(
+    engine: Engine, bundle: Bundle, *, gpu_layers: int = 0, buffer_types: Sequence[tuple[str, Any]] = ()
+) -> Iterator[Model]:
+    """The model with its experts declared and nowhere.  `gpu_layers`, `buffer_types`: see `ModelOptions`.
 
     The dense file is pristine: that it is the first of a split set is said by overrides (llama-model-loader.cpp, `get_key`).
     """
@@ -159,7 +162,7 @@ def _load(engine: Engine, bundle: Bundle) -> Iterator[Model]:
             "split.count": len(names) + 1,
             "split.tensors.count": len(manifest.tensors),
         }
-        options = ModelOptions(overrides=overrides, reads_tables_lazily=True)
+        options = ModelOptions(overrides=overrides, reads_tables_lazily=True, gpu_layers=gpu_layers, buffer_types=buffer_types)
         engine.on_loading = skeleton.empty
         try:
             model = engine.load_files([*map(bundle.path, names), skeleton.path], options)
@@ -170,7 +173,7 @@ def _load(engine: Engine, bundle: Bundle) -> Iterator[Model]:
             yield model
 
 
-def _check_headers(bundle: Bundle) -> None:
+def check_headers(bundle: Bundle) -> None:
     """The first page of each experts file names its bundle: blobs of another one are not read."""
     for shard, row in enumerate(bundle.manifest.experts):
         path = bundle.path(row.name)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from bel.formats.errors import BadInputError, MachineError, UsageError
 from bel.formats.signals import signals_deferred
+from bel.runtime.llama_abi import CONTEXT_LAYOUTS, HOW_TO_INSTALL
 from bel.runtime.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ class ContextOptions:
     """Sizes of a context in tokens: positions, most tokens of a decode, most tokens of one graph; and the threads.
 
     `n_outputs`: of how many tokens of a decode the logits may be asked for, None for all.  llama.cpp makes room for them
-    beforehand: with 512 tokens a graph and a vocabulary of 150,000 that is 300 MB.
+    beforehand: with 512 tokens a graph and a vocabulary of 150,000 that is 300 MB.  `moe_cache_bytes` of a device's memory are
+    llama.cpp's own cache of the experts that it keeps in host memory; 0 for none.
     """
 
     n_ctx: int
@@ -49,6 +51,18 @@ class ContextOptions:
     n_ubatch: int = 512
     n_threads: int | None = None
     n_outputs: int | None = None
+    moe_cache_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NativeCallback:
+    """A compiled `ggml_backend_sched_eval_callback` by its address, and what it is called with.
+
+    Whoever made it keeps both alive as long as the context, and raises behind a decode what went wrong within.
+    """
+
+    address: int
+    user_data: int
 
 
 class Context:
@@ -62,7 +76,7 @@ class Context:
         model: Model,
         pointer: Any,
         options: ContextOptions,
-        observer: Observer | None,
+        observer: Observer | NativeCallback | None,
         after: Callable[[], None] | None = None,
     ) -> None:
         library = model.engine.library
@@ -72,13 +86,24 @@ class Context:
         self._error: BaseException | None = None
         self._after = after
         # The library keeps the address of the callback only: without this reference it would be freed under it.
-        self._callback = ffi.callback("eval_callback", self._eval_callback(observer)) if observer else ffi.NULL
+        self._callback = self._made_callback(observer)
         params = ffi.new("struct any_params *", lib.llama_context_default_params())
         fields = ffi.cast(f"struct {library.context_params} *", params)
         fields.n_ctx, fields.n_batch, fields.n_ubatch = options.n_ctx, options.n_batch, options.n_ubatch
         fields.n_threads = fields.n_threads_batch = options.n_threads or len(os.sched_getaffinity(0))
         fields.n_outputs_max = options.n_outputs or 0  # 0: as many as tokens
         fields.cb_eval = self._callback
+        if isinstance(observer, NativeCallback):
+            fields.cb_eval_user_data = ffi.cast("void *", observer.user_data)
+        if options.moe_cache_bytes:
+            if library.context_params != CONTEXT_LAYOUTS[0]:
+                raise MachineError(
+                    "this llama.cpp has no expert cache of its own",
+                    path=str(library.path),
+                    found=library.build,
+                    hint=HOW_TO_INSTALL,
+                )
+            fields.moe_cache_size = options.moe_cache_bytes
         fields.swa_full = False  # as llama.cpp's own programs: a sliding window keeps its window, not the whole context
         with signals_deferred():
             self._pointer = lib.llama_init_from_model(pointer, params[0])
@@ -184,6 +209,12 @@ class Context:
                 "the context is full: llama.cpp finds no place", found=f"{used} used, {count} more", expected=f"{self.n_ctx}"
             )
         raise self.model.engine.failure(MachineError, f"llama.cpp failed to decode (status {status})")
+
+    def _made_callback(self, observer: Observer | NativeCallback | None) -> Any:
+        ffi = self.model.engine.library.ffi
+        if isinstance(observer, NativeCallback):
+            return ffi.cast("eval_callback", observer.address)
+        return ffi.callback("eval_callback", self._eval_callback(observer)) if observer else ffi.NULL
 
     def _eval_callback(self, observer: Observer) -> Callable[[Any, bool, Any], bool]:
         ffi, lib = self.model.engine.library.ffi, self.model.engine.library.lib

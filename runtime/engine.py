@@ -21,7 +21,7 @@ import numpy.typing as npt
 from bel.formats.errors import BadInputError, BelError, printable
 from bel.formats.gguf_model import open_model
 from bel.formats.signals import signals_deferred
-from bel.runtime.context import Context, ContextOptions, Observer
+from bel.runtime.context import Context, ContextOptions, NativeCallback, Observer
 from bel.runtime.llama_library import LlamaLibrary, open_library
 
 LOG_LINES = 100  # kept for a message after a failure; loading a model says about this much
@@ -40,7 +40,8 @@ class ModelOptions:
     `use_extra_bufts` lets llama.cpp keep repacked copies of weights beside the mapped file: other kernels and much more
     memory, some more speed.  `gpu_layers` of -1 puts every layer on a GPU where the library has one.
     `reads_tables_lazily`: tables of which a token uses a few rows (per-layer embeddings) are read row by row.  `overrides`
-    replace values of the metadata.
+    replace values of the metadata.  `buffer_types`: pairs of a regular expression and a `ggml_backend_buffer_type_t`: weights
+    whose names match are put there, the first match counts.
     """
 
     load_mode: str = "mmap"
@@ -48,6 +49,7 @@ class ModelOptions:
     gpu_layers: int = 0
     reads_tables_lazily: bool = False
     overrides: Mapping[str, int | float | bool | str] = field(default_factory=dict)
+    buffer_types: Sequence[tuple[str, Any]] = ()
 
 
 class Engine:
@@ -93,6 +95,11 @@ class Engine:
         fields.n_gpu_layers = options.gpu_layers
         overrides = _overrides(ffi, options.overrides)
         fields.kv_overrides = overrides
+        patterns = [ffi.new("char[]", pattern.encode()) for pattern, _ in options.buffer_types]
+        if patterns:  # struct llama_model_tensor_buft_override: pattern and type, ended by an empty pair
+            pairs = [x for text, (_, kind) in zip(patterns, options.buffer_types, strict=True) for x in (text, kind)]
+            placed = ffi.new("void *[]", [*pairs, ffi.NULL, ffi.NULL])
+            fields.tensor_buft_overrides = placed
         names = [ffi.new("char[]", os.fsencode(path)) for path in paths]
         with signals_deferred():
             pointer = lib.llama_model_load_from_splits(ffi.new("const char *[]", names), len(names), params[0])
@@ -202,7 +209,10 @@ class Model:
             room = count
 
     def context(
-        self, options: ContextOptions, observer: Observer | None = None, after: Callable[[], None] | None = None
+        self,
+        options: ContextOptions,
+        observer: Observer | NativeCallback | None = None,
+        after: Callable[[], None] | None = None,
     ) -> Context:
         """A context that runs tokens through the model; `after` is called behind each decode that succeeded.
 

@@ -114,7 +114,8 @@ def _open_bundle(options: RunOptions, sizes: Callable[[Model], ContextOptions], 
         except TooLittleMemory as error:
             if not is_default:
                 raise
-            raise UsageError(f"{error.cause}; no --ram was given, and this is what is free here, less a reserve for others", hint=error.hint) from None
+            said = "no --ram was given, and this is what is free here, less a reserve for others"
+            raise UsageError(f"{error.cause}; {said}", hint=error.hint) from None
         positions = _positions(options, run.model, run.context)
         yield Running(run.model, run.context, run, slots.policy.name, promised_bytes, is_default, positions)
 

@@ -1,0 +1,60 @@
+"""What a pool counts, prompt and decode apart, in an array that compiled code writes to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from bel.runtime.cache_rows import Ints
+
+CALLS, STAGE_CALLS, ACCESSES, MISSED, ABSENT, UPLOADED_BYTES, STAGED_BYTES, MOVED_BYTES, WAIT_NS = range(9)
+N_COUNTS = 9
+PROMPT, DECODE = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class PoolCounts:
+    """One phase.  A call is one layer of one ubatch, an access one distinct expert of it.
+
+    `missed` accesses found their expert in no slot; `absent` of them were computed on the CPU.  `stage_calls` went through the
+    stage.  Bytes over the link to the home: `uploaded_bytes` into slots, `staged_bytes` to the stage; `moved_bytes` stayed
+    within the home.  `wait_ns`: the home stood still for the CPU's experts.
+    """
+
+    calls: int
+    stage_calls: int
+    accesses: int
+    missed: int
+    absent: int
+    uploaded_bytes: int
+    staged_bytes: int
+    moved_bytes: int
+    wait_ns: int
+
+    @property
+    def hits(self) -> int:
+        """Accesses that found their expert in a slot."""
+        return self.accesses - self.missed
+
+
+class PoolCounters:
+    """`rows` (2, N_COUNTS) i64, the phases; `phase` (1,) i64 says which one is counted now."""
+
+    def __init__(self) -> None:
+        self.rows: Ints = np.zeros((2, N_COUNTS), np.int64)
+        self.phase: Ints = np.zeros(1, np.int64)
+
+    def begin_decode(self) -> None:
+        """Count what follows as decode."""
+        self.phase[0] = DECODE
+
+    @property
+    def prompt(self) -> PoolCounts:
+        """The prompt's counts so far."""
+        return PoolCounts(*(int(x) for x in self.rows[PROMPT]))
+
+    @property
+    def decode(self) -> PoolCounts:
+        """The counts of decoding so far."""
+        return PoolCounts(*(int(x) for x in self.rows[DECODE]))

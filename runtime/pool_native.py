@@ -1,0 +1,218 @@
+"""The tables that the compiled callback works on, and the thread that computes missing experts."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bel.formats.errors import MachineError
+from bel.runtime import pool_rows as at
+from bel.runtime.cache_rows import Ints
+from bel.runtime.compiled import is_compiling
+from bel.runtime.context import NativeCallback
+from bel.runtime.llama_library import LlamaLibrary
+from bel.runtime.pool_abi import PoolAbi, check_tensor_struct
+from bel.runtime.pool_counters import PoolCounters
+from bel.runtime.pool_experts import CpuExperts
+from bel.runtime.pool_graph import LayerGraph
+from bel.runtime.pool_hosts import HostExperts
+from bel.runtime.pool_layers import LayerSlots
+from bel.runtime.pool_parts import PoolParts
+from bel.runtime.slot_memory import SlotMemory
+
+_FUNCTIONS = {
+    at.TENSOR_GET: "ggml_backend_tensor_get",
+    at.SET_ASYNC: "ggml_backend_tensor_set_async",
+    at.SYNCHRONIZE: "ggml_backend_synchronize",
+    at.COPY_ASYNC: "ggml_backend_tensor_copy_async",
+    at.GRAPH_COMPUTE: "ggml_backend_graph_compute",
+}
+_SYSTEM = {at.READ: "read", at.WRITE: "write", at.YIELD: "sched_yield", at.CLOCK_GETTIME: "clock_gettime"}
+_SPARE_ROWS = 64  # llama.cpp rounds a ubatch up
+_MIN_NAMES = 16
+
+
+class NativePool:
+    """The pool behind a compiled callback.  `callback` is for `Model.context`, `end` for what follows a decode.  Close it."""
+
+    def __init__(self, library: LlamaLibrary, abi: PoolAbi, parts: PoolParts, *, n_rows: int, spin_us: int) -> None:
+        if not is_compiling():
+            raise MachineError(
+                "the slot pool needs numba, which is not installed or was turned off",
+                hint="Install it: pip install 'bel-toolkit[profile]'",
+            )
+        check_tensor_struct(library)
+        self._kept: list[Any] = []
+        self._graphs, self._n = parts.graphs, len(parts.graphs)
+        self.root: Ints = np.zeros(at.ROOT_SIZE, np.int64)
+        self._layers: Ints = np.zeros((self._n, at.LAYER), np.int64)
+        self._request: Ints = np.zeros(at.REQUEST_SIZE, np.int64)
+        self._thread: threading.Thread | None = None
+        self._fill_functions(library, abi)
+        self._fill_home(parts.memory, parts.counters)
+        for i, (graph, layer) in enumerate(zip(parts.graphs, parts.layers, strict=True)):
+            self._fill_layer(i, graph, layer, parts.hosts)
+        self._fill_parts(parts.memory)
+        self._fill_names()
+        self._fill_room(parts.layers, n_rows + _SPARE_ROWS)
+        self.root[at.MODE], self.root[at.SPIN_NS] = parts.mode, 1000 * spin_us
+        self.root[at.SHARE] = self._keep(np.array([parts.share], np.float64))
+        self.callback = NativeCallback(_callback().address, self.root.ctypes.data)
+        if parts.cpu is not None:
+            self._fill_cpu(parts.cpu)
+            self._start()
+
+    def _keep(self, array: npt.NDArray[Any]) -> int:
+        """The address of an array, which lives as long as this."""
+        self._kept.append(array)
+        return int(array.ctypes.data)
+
+    def _fill_functions(self, library: LlamaLibrary, abi: PoolAbi) -> None:
+        for place, name in _FUNCTIONS.items():
+            self.root[place] = abi.function(name)
+        system = ctypes.CDLL(None)
+        for place, name in _SYSTEM.items():
+            self.root[place] = ctypes.cast(getattr(system, name), ctypes.c_void_p).value or 0
+        for place, field in (
+            (at.AT_NAME, "name"),
+            (at.AT_DATA, "data"),
+            (at.AT_NE, "ne"),
+            (at.AT_NB, "nb"),
+            (at.AT_TYPE, "type"),
+        ):
+            self.root[place] = library.ffi.offsetof("struct ggml_tensor", field)
+
+    def _fill_home(self, memory: SlotMemory, counters: PoolCounters) -> None:
+        root = self.root
+        root[at.HOME_BASE], root[at.HOME_TENSOR] = memory.base, memory.whole
+        root[at.SOURCE_TENSOR], root[at.TARGET_TENSOR] = memory.source, memory.target
+        root[at.COPY_BACKEND] = memory.backend_address
+        root[at.COUNTS], root[at.PHASE] = self._keep(counters.rows), self._keep(counters.phase)
+        root[at.LAYERS], root[at.N_LAYERS] = self._layers.ctypes.data, self._n
+        root[at.REQUEST] = self._request.ctypes.data
+
+    def _fill_layer(self, i: int, graph: LayerGraph, layer: LayerSlots, hosts: HostExperts) -> None:
+        row, cache = self._layers[i], layer.cache
+        row[at.N_EXPERT], row[at.TOP_K] = layer.n_expert, layer.top_k
+        row[at.INTS], row[at.COLUMNS], row[at.REALS] = self._keep(cache.ints), cache.ints.shape[1], self._keep(cache.reals)
+        row[at.TABLE], row[at.TABLE_COLUMNS] = self._keep(layer.table), layer.table.shape[1]
+        row[at.ASK], row[at.ROW_ROOM] = self._keep(layer.ask), self._keep(layer.row)
+        row[at.HOST_FIRST], row[at.HOST_STRIDE] = hosts.bases[i], hosts.strides[i]
+        row[at.HOST_INDEX] = self._keep(np.array([hosts.index(i, e) for e in range(layer.n_expert)], np.int64))
+        row[at.ROW_BYTES] = 4 * graph.part("gate").ne[0]
+
+    def _fill_parts(self, memory: SlotMemory) -> None:
+        parts: Ints = np.zeros((self._n, at.N_PARTS, at.PART), np.int64)
+        biases: Ints = np.zeros((self._n, at.N_PARTS, at.BIAS), np.int64)
+        for i in range(self._n):
+            for p, place in enumerate(memory.parts[i]):
+                part = place.part
+                parts[i, p] = (part.weight, part.stride_bytes, part.offset_bytes, place.slots_bytes, place.stage_bytes)
+            for b, bias in enumerate(memory.biases[i]):
+                known = bias.bias
+                biases[i, b] = (known.tensor, known.data, known.stride_bytes, bias.slots_bytes, self._keep(bias.rows))
+            self._layers[i, at.N_BIASES] = len(memory.biases[i])
+        self.root[at.PARTS], self.root[at.BIASES] = self._keep(parts), self._keep(biases)
+
+    def _fill_names(self) -> None:
+        """A table of names by their hash, a quarter full at most."""
+        names: dict[bytes, int] = {}
+        for i, graph in enumerate(self._graphs):
+            for what, name in (
+                (at.INPUT_NAME, graph.input),
+                (at.TOPK_NAME, graph.topk),
+                (at.ROUTER_NAME, graph.router),
+                (at.OUTPUT_NAME, graph.output),
+            ):
+                names.setdefault(name, what + 4 * i)
+        size = _MIN_NAMES
+        while size < 4 * len(names):
+            size *= 2
+        keys, values = np.zeros(size, np.uint64), np.full(size, -1, np.int64)
+        text = np.zeros((size, at.NAME_CAPACITY), np.uint8)
+        for name, value in names.items():
+            key = name_hash(name)
+            place = key & (size - 1)
+            while values[place] >= 0:
+                place = (place + 1) & (size - 1)
+            keys[place], values[place] = key, value
+            text[place, : len(name)] = np.frombuffer(name, np.uint8)
+        root = self.root
+        root[at.NAME_KEYS], root[at.NAME_VALUES] = self._keep(keys), self._keep(values)
+        root[at.NAME_BYTES], root[at.NAME_SIZE] = self._keep(text), size
+
+    def _fill_room(self, layers: Sequence[LayerSlots], n_rows: int) -> None:
+        most, top_k = max(x.n_expert for x in layers), max(x.top_k for x in layers)
+        self.root[at.IDS], self.root[at.IDS_BYTES] = self._keep(np.zeros(n_rows * most, np.int32)), 4 * n_rows * most
+        self.root[at.SHORT] = self._keep(np.zeros(n_rows * top_k, np.uint16))
+        self.root[at.CLOCK_ROOM] = self._keep(np.zeros(4, np.int64))
+        self.root[at.EVENT_ROOM] = self._keep(np.zeros(2, np.int64))
+
+    def _fill_cpu(self, cpu: CpuExperts) -> None:
+        root = self.root
+        root[at.HAS_CPU], root[at.CPU_INPUT] = 1, self._keep(cpu.input)
+        root[at.CPU_BLOBS], root[at.CPU_EXPERTS] = self._keep(cpu.blobs), self._keep(cpu.experts)
+        root[at.CPU_BACKEND] = cpu.backend_address
+        for i in range(self._n):
+            self._layers[i, at.GRAPHS] = self._keep(np.array(cpu.graphs[i], np.int64))
+            self._layers[i, at.CPU_ROWS] = self._keep(cpu.outputs[i])
+
+    def _start(self) -> None:
+        self.root[at.EVENT_FD] = os.eventfd(0, os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=_worker(), args=(self.root.ctypes.data,), name="bel-cpu-experts", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """A decode has ended.  Raises MachineError for what went wrong within, and where a layer was computed unasked."""
+        root = self.root
+        error, i, value = (int(root[x]) for x in (at.ERROR, at.ERROR_LAYER, at.ERROR_VALUE))
+        missing = int((self._layers[:, at.SERVED] == 0).sum())
+        self._layers[:, at.SERVED] = 0
+        root[at.ERROR] = at.NO_ERROR
+        if error != at.NO_ERROR:
+            what = {
+                at.WRONG_IDS: "llama.cpp chose an expert that does not exist",
+                at.TOO_MANY_IDS: "llama.cpp chose experts in a form that the slot pool does not know",
+                at.CPU_FAILED: "llama.cpp could not compute missing experts on the CPU",
+            }[error]
+            raise MachineError(what, tensor=self._graphs[i].topk.decode("utf-8", "replace"), found=value)
+        if missing:
+            raise MachineError(f"llama.cpp did not choose experts in {missing} layers; the output cannot be trusted")
+
+    def close(self) -> None:
+        """End the thread.  A second call does nothing."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._request[at.STOP] = 1
+            os.eventfd_write(int(self.root[at.EVENT_FD]), 1)
+            thread.join()
+            os.close(int(self.root[at.EVENT_FD]))
+
+
+def name_hash(name: bytes) -> int:
+    """FNV-1a, 64 bits (G. Fowler, L. C. Noll, K.-P. Vo)."""
+    key = 0xCBF29CE484222325
+    for byte in name:
+        key = (key ^ byte) * 0x100000001B3 & 0xFFFFFFFFFFFFFFFF
+    return key
+
+
+@cache
+def _callback() -> Any:
+    from bel.runtime.pool_machine import make_callback
+
+    return make_callback()
+
+
+@cache
+def _worker() -> Any:
+    from bel.runtime.pool_machine import make_worker
+
+    return make_worker()

@@ -1,0 +1,105 @@
+"""What stands where in the arrays that the compiled callback works on: all i64, addresses among them.
+
+The root is what the callback is called with.  A layer has a row of `LAYER` columns, three of `PART` columns and up to three
+of `BIAS`.
+"""
+
+from __future__ import annotations
+
+# Root: addresses of functions, of tables, and numbers.
+(
+    TENSOR_GET,
+    SET_ASYNC,
+    SYNCHRONIZE,
+    COPY_ASYNC,
+    GRAPH_COMPUTE,
+    READ,
+    WRITE,
+    YIELD,
+    CLOCK_GETTIME,
+    LAYERS,
+    N_LAYERS,
+    PARTS,
+    BIASES,
+    NAME_KEYS,
+    NAME_VALUES,
+    NAME_BYTES,
+    NAME_SIZE,
+    COUNTS,
+    PHASE,
+    IDS,
+    IDS_BYTES,
+    SHORT,
+    HOME_BASE,
+    HOME_TENSOR,
+    SOURCE_TENSOR,
+    TARGET_TENSOR,
+    COPY_BACKEND,
+    MODE,
+    HAS_CPU,
+    REQUEST,
+    CPU_INPUT,
+    CPU_BLOBS,
+    CPU_EXPERTS,
+    CPU_BACKEND,
+    EVENT_FD,
+    SPIN_NS,
+    SHARE,
+    AT_NAME,
+    AT_DATA,
+    AT_NE,
+    AT_NB,
+    AT_TYPE,
+    CLOCK_ROOM,
+    EVENT_ROOM,
+    ERROR,
+    ERROR_LAYER,
+    ERROR_VALUE,
+) = range(47)
+ROOT_SIZE = 47
+
+# Layer.
+(
+    N_EXPERT,
+    TOP_K,
+    INTS,
+    COLUMNS,
+    REALS,
+    TABLE,
+    TABLE_COLUMNS,
+    ASK,
+    ROW_ROOM,
+    IS_STAGED,
+    SERVED,
+    TOPK_NODE,
+    INPUT_NODE,
+    HOST_FIRST,
+    HOST_STRIDE,
+    HOST_INDEX,
+    N_BIASES,
+    GRAPHS,
+    CPU_ROWS,
+    ROW_BYTES,
+    ABSENT_NOW,
+) = range(21)
+LAYER = 21
+
+# Part.
+WEIGHT, STRIDE, BLOB_OFFSET, SLOTS_AT, STAGE_AT = range(5)
+PART = 5
+N_PARTS = 3
+
+# Bias.
+BIAS_TENSOR, BIAS_DATA, BIAS_STRIDE, BIAS_SLOTS_AT, BIAS_ROWS = range(5)
+BIAS = 5
+
+# Request to the CPU's thread.
+ASKED, DONE, WHICH, HOW_MANY, STOP, STATUS = range(6)
+REQUEST_SIZE = 6
+
+# What a name is.
+TOPK_NAME, INPUT_NAME, ROUTER_NAME, OUTPUT_NAME = range(4)
+NAME_CAPACITY = 64  # GGML_MAX_NAME
+
+# Errors.
+NO_ERROR, WRONG_IDS, TOO_MANY_IDS, CPU_FAILED = range(4)
