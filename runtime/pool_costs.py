@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from bel.runtime.pool_experts import CpuExperts
@@ -31,8 +32,14 @@ class MissCosts:
 def measure_costs(graphs: Sequence[LayerGraph], memory: SlotMemory, cpu: CpuExperts) -> MissCosts:
     """Try both ways, on experts of several layers: what was just used would be in the CPU's caches.
 
-    It writes to the stage, which nothing reads before it is written anew.
+    It writes to the stage, which nothing reads before it is written anew.  It runs in a thread of its own: OpenMP keeps the
+    helpers of a thread as long as that lives, and they would be too many beside those of the thread that computes experts.
     """
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(_measure, graphs, memory, cpu).result()
+
+
+def _measure(graphs: Sequence[LayerGraph], memory: SlotMemory, cpu: CpuExperts) -> MissCosts:
     uploads, computed = [], []
     for round_ in range(_ROUNDS):
         for i, graph in enumerate(graphs[:_MOST_LAYERS]):

@@ -149,7 +149,7 @@ def all_on_gpu(bench: Bench) -> Iterator[Sequence[Case]]:
     """The reference: what others differ from."""
     options = StockGpuOptions()
     with load_stock_gpu(bench.engine, bench.model, options) as (model, _):
-        yield [_stock("stock, all on the GPU", 1.0, bench, model, bench.sizes(), options)]
+        yield [_stock("stock, all on the GPU", 1.0, bench, model, bench.sizes(1), options)]
 
 
 def cpu_moe(load_mode: str) -> Group:

@@ -36,7 +36,8 @@ def pool(mode: str, policy: str, share: float, profile: str) -> Group:
             n_threads=bench.n_threads,
         )
         home = device_home(bench.engine, bench.device.address)
-        with open_pool(bench.engine, bundle, bench.sizes(), options, home) as run:
+        # What llama.cpp has the CPU do is a row of a table: threads for that would only be in the way of the missing experts'.
+        with open_pool(bench.engine, bundle, bench.sizes(1), options, home) as run:
             facts = {"profile": profile, "policy": policy, **_facts(run)}
             yield [Case(f"pool {mode}, {policy}, profile {profile}", share, lambda: _ready(run), facts)]
 

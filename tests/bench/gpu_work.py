@@ -52,7 +52,7 @@ def orders_of(model: Model, texts: dict[str, Tokens], n_expert: int) -> dict[str
     counted: dict[str, dict[int, npt.NDArray[np.int64]]] = {}
     for name, tokens in texts.items():
         counting = Counting(n_expert)
-        with model.context(ContextOptions(len(tokens), GRAPH_TOKENS, GRAPH_TOKENS), counting) as context:
+        with model.context(ContextOptions(len(tokens), GRAPH_TOKENS, GRAPH_TOKENS, 1), counting) as context:
             for start in range(0, len(tokens), GRAPH_TOKENS):
                 context.decode(
                     tokens[start : start + GRAPH_TOKENS], all_logits=True
