@@ -7,6 +7,7 @@ experts in the slots, or on the stage, or have the CPU compute them.  Nothing of
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,9 +16,11 @@ from bel.formats.bundle import Bundle, check_sizes
 from bel.formats.errors import MachineError, UsageError
 from bel.formats.experts_file import LayerLayout
 from bel.formats.manifest import EXPERTS
+from bel.formats.units import format_bytes
 from bel.runtime.bundle_model import check_headers, load_bundle
 from bel.runtime.context import Context, ContextOptions
 from bel.runtime.engine import Engine, Model
+from bel.runtime.policies import Policy, parse_policy
 from bel.runtime.pool_costs import MissCosts, measure_costs
 from bel.runtime.pool_counters import PoolCounters
 from bel.runtime.pool_experts import CpuExperts
@@ -29,21 +32,22 @@ from bel.runtime.pool_native import NativePool
 from bel.runtime.pool_observer import PoolObserver
 from bel.runtime.pool_options import MODES, PoolOptions, check_options, slot_counts
 from bel.runtime.pool_parts import PoolParts
+from bel.runtime.pool_self_test import self_test
 from bel.runtime.pool_step import SPLIT, UPLOAD
 from bel.runtime.slot_buffer import SlotType
 from bel.runtime.slot_memory import SLOT, HomeBytes, SlotMemory
 from bel.runtime.slot_stage import StackShape, stage_bytes
 
-_TRIAL_POSITIONS = 32
+_TRIAL = ContextOptions(32, 32, 32, 1, n_outputs=1)
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
     """The slots of a running model.  `layers` go with `counts`, those of the bundle that decoding reaches.
 
-    `share` of a decoded token's misses is uploaded in the mode `split`, as `costs` say where it was not given.  `host_bytes` of
-    host memory hold the experts; `is_pinned`: the home copies from there by itself.  `preloaded_bytes` were copied to the home
-    before the first token.
+    `mode` and `policy` are those in force; `share` of a decoded token's misses is uploaded in the mode `split`, as `costs` say
+    where it was not given.  `host_bytes` is the host memory that holds the experts, `is_pinned` whether the home copies from it
+    by itself, `preloaded_bytes` what was copied to the home before the first token.
     """
 
     home: str
@@ -55,17 +59,30 @@ class Pool:
     host_bytes: int
     is_pinned: bool
     preloaded_bytes: int
+    mode: str
+    policy: str
     share: float
     costs: MissCosts | None
 
 
-@dataclass(frozen=True, slots=True)
 class PoolRun:
     """A running model with its pool."""
 
-    model: Model
-    context: Context
-    pool: Pool
+    def __init__(self, model: Model, context: Context, pool: Pool, use: Callable[[str, Policy], Pool] | None = None) -> None:
+        self.model, self.context, self.pool = model, context, pool
+        self._use = use
+
+    @property
+    def can_change(self) -> bool:
+        """Whether `use` works: for a pool with a compiled callback and the CPU's experts."""
+        return self._use is not None
+
+    def use(self, mode: str, policy: Policy) -> None:
+        """Go on in another mode, with slots as they were at the start; between decodes.  Raises UsageError for what does not go
+        together."""
+        if self._use is None:
+            raise UsageError("this pool stays in the mode in which it was opened")
+        self.pool = self._use(mode, policy)
 
 
 @contextlib.contextmanager
@@ -75,11 +92,14 @@ def open_pool(
     options: ContextOptions | Callable[[Model], ContextOptions],
     pool: PoolOptions,
     home: Home,
+    *,
+    used_bytes: Callable[[], int] | None = None,
 ) -> Iterator[PoolRun]:
     """Load a bundle with its experts in slots of `home`, and make a context.  `options` may be a function of the model.
 
-    Raises DamagedBundleError for a bundle that is not whole, UsageError for an architecture that the pool does not know and
-    for slots that do not do, MachineError where the machine refuses.
+    `used_bytes` says how much of the home's memory this process has taken; with it a budget is for everything there, and
+    without it for the pool alone.  Raises DamagedBundleError for a bundle that is not whole, UsageError for an architecture
+    that the pool does not know and for slots that do not do, MachineError where the machine refuses.
     """
     check_options(pool)
     check_architecture(bundle)
@@ -87,19 +107,23 @@ def open_pool(
     check_headers(bundle)
     places = [place for place, layer in enumerate(bundle.manifest.layers) if not layer.is_mtp]
     layers = tuple(bundle.manifest.layers[place] for place in places)
-    counts = slot_counts(pool, layers, stage_bytes(_shapes(bundle, layers), home.reads_ahead))
+    stage = stage_bytes(_shapes(bundle, layers), home.reads_ahead)
+    slot_counts(pool, layers, stage)  # what cannot do is refused before anything is loaded
     with contextlib.ExitStack() as stack:
         # What is pushed is closed in reverse: first the context and the model, then what their weights point into.
-        hosts = HostExperts(home, bundle, places, reader=pool.reader, checks=pool.checks)
-        stack.callback(hosts.close)
         late = stack.enter_context(contextlib.ExitStack())
         model = stack.enter_context(_load(engine, bundle, home))
-        graphs = _learn(model, bundle, layers, home)
+        sizes = options if isinstance(options, ContextOptions) else options(model)
+        graphs, taken = _learn(model, bundle, layers, home, sizes, used_bytes)
+        counts = slot_counts(_less(pool, taken), layers, stage)
+        hosts = HostExperts(home, bundle, places, reader=pool.reader, checks=pool.checks)
+        late.callback(hosts.close)
         memory = SlotMemory(home, engine.library.ffi, graphs, counts, hosts)
         late.callback(memory.close)
-        slots = _slots(graphs, counts, pool)
         for i in range(len(layers)):
             memory.point(i, SLOT)
+        _self_test(model, home, graphs, counts, hosts, memory)
+        slots = _slots(graphs, counts, pool.policy)
         preloaded = _preload(memory, layers, slots, pool)
         mode, counters, cpu, costs = MODES[pool.mode], PoolCounters(), None, None
         if mode != UPLOAD:
@@ -107,32 +131,61 @@ def open_pool(
             late.callback(cpu.close)
             costs = measure_costs(graphs, memory, cpu) if mode == SPLIT and pool.share is None else None
         share = costs.share if costs is not None else pool.share or 0.0
-        sizes = options if isinstance(options, ContextOptions) else options(model)
         parts = PoolParts(graphs, slots, hosts, memory, cpu, counters, mode, share)
-        if pool.is_native:
-            native = NativePool(engine.library, home.abi, parts, n_rows=sizes.n_ubatch, spin_us=pool.spin_us)
-            late.callback(native.close)
-            context = stack.enter_context(model.context(sizes, native.callback, native.end))
-        else:
+        made = Pool(
+            home=home.name,
+            layers=layers,
+            counts=counts,
+            slots=slots,
+            counters=counters,
+            bytes=memory.bytes,
+            host_bytes=hosts.size_bytes,
+            is_pinned=hosts.is_pinned,
+            preloaded_bytes=preloaded,
+            mode=pool.mode,
+            policy=pool.policy.name,
+            share=share,
+            costs=costs,
+        )
+        if not pool.is_native:
             observer = PoolObserver(home.abi, parts)
             context = stack.enter_context(model.context(sizes, observer, observer.end))
-        yield PoolRun(
-            model,
-            context,
-            Pool(
-                home=home.name,
-                layers=layers,
-                counts=counts,
-                slots=slots,
-                counters=counters,
-                bytes=memory.bytes,
-                host_bytes=hosts.size_bytes,
-                is_pinned=hosts.is_pinned,
-                preloaded_bytes=preloaded,
-                share=share,
-                costs=costs,
-            ),
+            yield PoolRun(model, context, made)
+            return
+        native = NativePool(engine.library, home.abi, parts, n_rows=sizes.n_ubatch, spin_us=pool.spin_us)
+        late.callback(native.close)
+        context = stack.enter_context(model.context(sizes, native.callback, native.end))
+
+        def use(name: str, policy: Policy) -> Pool:
+            changed = dataclasses.replace(pool, mode=name, policy=policy)
+            check_options(changed)
+            fresh = _slots(graphs, counts, policy)
+            size = _preload(memory, layers, fresh, changed)
+            native.use(fresh, MODES[name], share)
+            return dataclasses.replace(made, slots=fresh, preloaded_bytes=size, mode=name, policy=policy.name)
+
+        yield PoolRun(model, context, made, None if cpu is None else use)
+
+
+def _less(pool: PoolOptions, taken_bytes: int) -> PoolOptions:
+    """The options with what is left of the budget."""
+    if pool.budget_bytes is None or not taken_bytes:
+        return pool
+    if pool.budget_bytes <= taken_bytes:
+        raise UsageError(
+            f"the weights that every token uses, the KV cache and the buffers of llama.cpp take {format_bytes(taken_bytes)} of "
+            f"the device's memory, and {format_bytes(pool.budget_bytes)} are allowed",
+            hint="Give a larger --vram, a smaller --context, or a smaller --ubatch",
         )
+    return dataclasses.replace(pool, budget_bytes=pool.budget_bytes - taken_bytes)
+
+
+def _self_test(
+    model: Model, home: Home, graphs: Sequence[LayerGraph], counts: Sequence[int], hosts: HostExperts, memory: SlotMemory
+) -> None:
+    slots = _slots(graphs, counts, parse_policy("lru"))
+    observer = PoolObserver(home.abi, PoolParts(graphs, slots, hosts, memory, None, PoolCounters(), UPLOAD, 0.0))
+    self_test(model, graphs, memory, (observer, observer.end))
 
 
 def check_architecture(bundle: Bundle) -> None:
@@ -164,9 +217,17 @@ def _load(engine: Engine, bundle: Bundle, home: Home) -> Iterator[Model]:
         yield model
 
 
-def _learn(model: Model, bundle: Bundle, layers: Sequence[LayerLayout], home: Home) -> list[LayerGraph]:
-    """Compute one token for nothing but the names of its nodes."""
+def _learn(
+    model: Model,
+    bundle: Bundle,
+    layers: Sequence[LayerLayout],
+    home: Home,
+    sizes: ContextOptions,
+    used_bytes: Callable[[], int] | None,
+) -> tuple[list[LayerGraph], int]:
+    """Compute one token for nothing but the names of its nodes; and what of the home's memory the model and a context take."""
     abi = home.abi
+    trial = sizes if used_bytes is not None else _TRIAL
     buffer = abi.lib.ggml_backend_buft_alloc_buffer(home.kind, scratch_bytes(layers))
     if buffer == abi.ffi.NULL:
         raise MachineError(f"{home.name} has no memory for a token's experts", path=abi.path)
@@ -174,21 +235,21 @@ def _learn(model: Model, bundle: Bundle, layers: Sequence[LayerLayout], home: Ho
         abi.lib.ggml_backend_buffer_clear(buffer, 0)
         base = abi.number(abi.lib.ggml_backend_buffer_get_base(buffer))
         learner = GraphLearner(home, model.engine.library.ffi, layers, bundle.manifest.tensors, base)
-        sizes = ContextOptions(_TRIAL_POSITIONS, _TRIAL_POSITIONS, _TRIAL_POSITIONS, 1, n_outputs=1)
-        with model.context(sizes, learner) as context:
+        with model.context(trial, learner) as context:
             context.decode([0])
-        return learner.finish()
+            taken = 0 if used_bytes is None else used_bytes() - scratch_bytes(layers)
+        return learner.finish(), taken
     finally:
         abi.lib.ggml_backend_buffer_free(buffer)
 
 
-def _slots(graphs: Sequence[LayerGraph], counts: Sequence[int], pool: PoolOptions) -> tuple[LayerSlots, ...]:
+def _slots(graphs: Sequence[LayerGraph], counts: Sequence[int], policy: Policy) -> tuple[LayerSlots, ...]:
     for graph, count in zip(graphs, counts, strict=True):
         if count < graph.top_k:
             raise UsageError(
                 f"{count} slots in layer {graph.layer} are fewer than its top-k: a token needs {graph.top_k} at once"
             )
-    return tuple(layer_slots(x.n_expert, count, x.top_k, pool.policy) for x, count in zip(graphs, counts, strict=True))
+    return tuple(layer_slots(x.n_expert, count, x.top_k, policy) for x, count in zip(graphs, counts, strict=True))
 
 
 def _preload(memory: SlotMemory, layers: Sequence[LayerLayout], slots: Sequence[LayerSlots], pool: PoolOptions) -> int:

@@ -25,6 +25,7 @@ from bel.runtime.pool_graph import LayerGraph
 from bel.runtime.pool_hosts import HostExperts
 from bel.runtime.pool_layers import LayerSlots
 from bel.runtime.pool_parts import PoolParts
+from bel.runtime.pool_step import UPLOAD
 from bel.runtime.slot_memory import SlotMemory
 
 _FUNCTIONS = {
@@ -50,7 +51,7 @@ class NativePool:
             )
         check_tensor_struct(library)
         self._kept: list[Any] = []
-        self._graphs, self._n = parts.graphs, len(parts.graphs)
+        self._graphs, self._n, self._hosts = parts.graphs, len(parts.graphs), parts.hosts
         self.root: Ints = np.zeros(at.ROOT_SIZE, np.int64)
         self._layers: Ints = np.zeros((self._n, at.LAYER), np.int64)
         self._request: Ints = np.zeros(at.REQUEST_SIZE, np.int64)
@@ -168,6 +169,13 @@ class NativePool:
         self.root[at.EVENT_FD] = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=_worker(), args=(self.root.ctypes.data,), name="bel-cpu-experts", daemon=True)
         self._thread.start()
+
+    def use(self, layers: Sequence[LayerSlots], mode: int, share: float) -> None:
+        """Go on with other slots, in another mode; between decodes.  Only a pool with the CPU's experts has all modes."""
+        for i, (graph, layer) in enumerate(zip(self._graphs, layers, strict=True)):
+            self._fill_layer(i, graph, layer, self._hosts)
+        self.root[at.MODE], self.root[at.HAS_CPU] = mode, mode != UPLOAD
+        self.root[at.SHARE] = self._keep(np.array([share], np.float64))
 
     def end(self) -> None:
         """A decode has ended.  Raises MachineError for what went wrong within, and where a layer was computed unasked."""

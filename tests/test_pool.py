@@ -32,13 +32,14 @@ from bel.runtime.pager import Pager
 from bel.runtime.policies import parse_policy
 from bel.runtime.pool_counters import PoolCounts
 from bel.runtime.pool_experts import CpuExperts
-from bel.runtime.pool_graph import ARCHITECTURES
+from bel.runtime.pool_graph import ARCHITECTURES, scratch_bytes
 from bel.runtime.pool_home import cpu_home
 from bel.runtime.pool_hosts import HostExperts
 from bel.runtime.pool_layers import LayerSlots
 from bel.runtime.pool_model import open_pool
 from bel.runtime.pool_native import NativePool
 from bel.runtime.pool_options import PoolOptions, expert_bytes
+from bel.runtime.slot_memory import SlotMemory
 from exactness import repack
 from pooled import SIZES, Pooled, largest_difference, pool_options, pooled, run_tokens, stock
 
@@ -400,13 +401,70 @@ def test_a_layer_that_was_not_served_is_an_error(is_native: bool, tiny: Path, mo
     learn = pool_model._learn
 
     def forgetful(*arguments: Any) -> Any:
-        graphs = learn(*arguments)
+        graphs, taken = learn(*arguments)
         graphs[3].router = b"no such node"
-        return graphs
+        return graphs, taken
 
     monkeypatch.setattr(pool_model, "_learn", forgetful)
+    monkeypatch.setattr(pool_model, "_self_test", lambda *_: None)  # which would be the first to notice
     with pytest.raises(MachineError, match="did not choose experts in 1 layers"):
         pooled(tiny, pool_options(tiny, "upload", slots=EXPERTS, is_native=is_native), 1, 1)
+
+
+def test_the_self_test_finds_slots_that_hold_something_else(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At start, before a token of the user's is computed."""
+    upload = SlotMemory.upload
+
+    def wrong(self: SlotMemory, i: int, expert: int, slot: int) -> int:
+        return upload(self, i, expert ^ (i == 4), slot)
+
+    monkeypatch.setattr(SlotMemory, "upload", wrong)
+    with pytest.raises(MachineError, match="self-test of the slot pool failed"):
+        pooled(tiny, pool_options(tiny, "upload", slots=EXPERTS), 1, 1)
+
+
+def test_the_mode_changes_between_decodes(tiny: Path) -> None:
+    """With slots as at the start: each way is exact, and counts what it would have counted from the start."""
+    engine = Engine.open()
+    first = pool_options(tiny, "split", slots=8)
+    missed: dict[str, list[int]] = {}
+    with open_pool(engine, open_bundle(tiny), SIZES, first, cpu_home(engine)) as run:
+        assert run.can_change
+        for mode, policy in (
+            ("upload", "lfu-decay:0.98"),
+            ("static", "static"),
+            ("split", "lru"),
+            ("upload", "lfu-decay:0.98"),
+        ):
+            run.use(mode, parse_policy(policy))
+            run.context.clear()
+            before = run.pool.counters.prompt.missed
+            assert largest_difference(run_tokens(run.context, 9, 20, True), stock(TINY, 9, 20)) == 0.0
+            assert (run.pool.mode, run.pool.policy) == (mode, policy)
+            missed.setdefault(mode, []).append(run.pool.counters.prompt.missed - before)
+        with pytest.raises(UsageError, match="does not go with"):
+            run.use("static", parse_policy("lru"))
+    assert missed["upload"][0] == missed["upload"][1] > 0
+    with open_pool(engine, open_bundle(tiny), SIZES, pool_options(tiny, "upload", slots=8), cpu_home(engine)) as run:
+        assert not run.can_change
+        with pytest.raises(UsageError, match="stays in the mode"):
+            run.use("upload", parse_policy("lru"))
+
+
+def test_a_budget_is_for_everything_where_the_rest_is_known(tiny: Path) -> None:
+    """What the model and its context take is no longer the slots'."""
+    engine = Engine.open()
+    alone = pool_options(tiny, "upload", budget_bytes=4 << 20)
+
+    def counts(taken: int) -> tuple[int, ...]:
+        scratch = scratch_bytes(open_bundle(tiny).manifest.layers)
+        with open_pool(engine, open_bundle(tiny), SIZES, alone, cpu_home(engine), used_bytes=lambda: taken + scratch) as run:
+            return run.pool.counts
+
+    free, less = counts(0), counts(1 << 20)
+    assert sum(free) > sum(less) >= TOP_K * len(less)
+    with pytest.raises(UsageError, match=r"take 5.00 MiB of the device's memory, and 4.00 MiB are allowed"):
+        counts(5 << 20)
 
 
 def test_products_of_another_device_are_refused(tiny: Path) -> None:

@@ -1,0 +1,82 @@
+"""Proof at start, on the model and the device at hand: slots with renamed experts compute what stock's layout computes.
+
+The same tokens run twice.  Once every expert of a choice lies where stock llama.cpp has it, in a stack of all experts, and the
+choice is left as it is.  Once they lie in slots, and the choice is renamed.  Every logit must be the same, bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from bel.formats.errors import MachineError
+from bel.runtime.context import ContextOptions, Observer
+from bel.runtime.engine import Model
+from bel.runtime.pool_graph import LayerGraph
+from bel.runtime.slot_memory import SLOT, STAGE, SlotMemory
+from bel.runtime.tensor import Tensor
+
+N_TOKENS = 3
+_SIZES = ContextOptions(32, 32, 32, 1, n_outputs=1)
+
+
+class StageObserver:
+    """Puts the experts of each choice where stock's layout has them, and lets the choice be."""
+
+    def __init__(self, graphs: Sequence[LayerGraph], memory: SlotMemory) -> None:
+        self._memory = memory
+        self._topk = {graph.topk: i for i, graph in enumerate(graphs)}
+        self._router = {graph.router: i for i, graph in enumerate(graphs)}
+        self._nodes: dict[int, Tensor] = {}
+
+    def ask(self, tensor: Tensor) -> bool:
+        """Behind each choice."""
+        name = tensor.raw_name
+        if name in self._topk:
+            self._nodes[self._topk[name]] = tensor
+        return name in self._router
+
+    def seen(self, tensor: Tensor) -> None:
+        """Bring the experts."""
+        i = self._router[tensor.raw_name]
+        self._memory.point(i, STAGE)
+        for expert in np.unique(self._nodes[i].array(2)).tolist():
+            self._memory.stage(i, expert)
+        self._memory.wait()
+
+
+def self_test(
+    model: Model,
+    graphs: Sequence[LayerGraph],
+    memory: SlotMemory,
+    slots: tuple[Observer, Callable[[], None]],
+) -> None:
+    """Run both and compare; `slots` is a pool's observer on fresh slots, and what follows a decode of it.
+
+    Raises MachineError where a logit differs, or is not a number.
+    """
+    expected = _logits(model, StageObserver(graphs, memory), None)
+    for i in range(len(graphs)):
+        memory.point(i, SLOT)
+    found = _logits(model, *slots)
+    if not np.isfinite(expected).all() or not np.array_equal(expected.view(np.uint32), found.view(np.uint32)):
+        with np.errstate(all="ignore"):
+            worst = float(np.abs(expected - found).max())
+        raise MachineError(
+            "the self-test of the slot pool failed: it does not compute what llama.cpp's own layout of the experts gives here",
+            found=f"a largest difference of {worst:g} in the logits of {N_TOKENS} tokens",
+            expected="none",
+            hint="Run it without --gpu, and report the device, the model and this message",
+        )
+
+
+def _logits(model: Model, observer: Observer, after: Callable[[], None] | None) -> npt.NDArray[np.float32]:
+    """(N_TOKENS, n_vocab)."""
+    rows = []
+    with model.context(_SIZES, observer, after) as context:
+        for token in range(N_TOKENS):
+            context.decode([token % model.n_vocab])
+            rows.append(context.logits[0].copy())
+    return np.stack(rows)
