@@ -107,6 +107,7 @@ def bench(request: BenchRequest, is_stopped: Callable[[], bool] = lambda: False)
     with open_running(_with_context(request)) as running:
         load_seconds = time.perf_counter() - began
         prompt, decoded = tokens_of(request, running.model)
+        running.choose(prompt.astype(np.int32))
         yield Ready(running, prompt, decoded)
         others = OtherLoad()
         passes = []
@@ -173,6 +174,8 @@ def _run(name: str, running: Running, prompt: Tokens, decoded: Tokens, is_stoppe
     context.clear()
     if run is not None:
         run.cache.counters = Counters()
+    if running.gpu is not None:
+        running.gpu.pool.pool.counters.reset()
     faults, began = major_faults(), time.perf_counter()
     for start in range(0, len(prompt), context.n_batch):
         _check(is_stopped)

@@ -148,9 +148,14 @@ def _counts(
 
 @contextlib.contextmanager
 def load_bundle(
-    engine: Engine, bundle: Bundle, *, gpu_layers: int = 0, buffer_types: Sequence[tuple[str, Any]] = ()
+    engine: Engine,
+    bundle: Bundle,
+    *,
+    gpu_layers: int = 0,
+    buffer_types: Sequence[tuple[str, Any]] = (),
+    device: int | None = None,
 ) -> Iterator[Model]:
-    """The model with its experts declared and nowhere.  `gpu_layers`, `buffer_types`: see `ModelOptions`.
+    """The model with its experts declared and nowhere.  `gpu_layers`, `buffer_types`, `device`: see `ModelOptions`.
 
     The dense file is pristine: that it is the first of a split set is said by overrides (llama-model-loader.cpp, `get_key`).
     """
@@ -162,7 +167,13 @@ def load_bundle(
             "split.count": len(names) + 1,
             "split.tensors.count": len(manifest.tensors),
         }
-        options = ModelOptions(overrides=overrides, reads_tables_lazily=True, gpu_layers=gpu_layers, buffer_types=buffer_types)
+        options = ModelOptions(
+            overrides=overrides,
+            reads_tables_lazily=True,
+            gpu_layers=gpu_layers,
+            buffer_types=buffer_types,
+            device=device,
+        )
         engine.on_loading = skeleton.empty
         try:
             model = engine.load_files([*map(bundle.path, names), skeleton.path], options)

@@ -56,6 +56,8 @@ def check_command(
 
     if options.stock:
         raise UsageError("--stock and --check-against exclude each other: the check runs stock llama.cpp as well")
+    if options.gpu is not None:
+        raise UsageError("nothing can look into a run with --gpu: its callback is machine code", hint="Leave --gpu out")
     if options.path.is_file():
         raise UsageError("--check-against wants a bundle first, and this is a file", path=str(options.path))
     if is_bundle(source):

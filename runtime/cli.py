@@ -110,9 +110,10 @@ def main_command(
     with os.fdopen(0, "rb", closefd=False) as stdin:
         prompt = read_prompt(text, file, stdin)
     with open_running(options) as running:
+        tokens = _prompt_tokens(running, prompt.text, prompt.name, chat)
+        running.choose(tokens)
         for line in load_lines(running):
             say(NAME, line)
-        tokens = _prompt_tokens(running, prompt.text, prompt.name, chat)
         with stop_requests() as is_stopped:
             generation = Generation(
                 running.context,
@@ -200,7 +201,9 @@ def _say_end(report: RunReport, running: Running) -> int:
 
 def main() -> None:
     """Entry point."""
-    stay_plain()
+    names = sys.argv[1:]
+    if not any(a == "--gpu" or a.startswith("--gpu=") for a in names):  # whose callback is compiled
+        stay_plain()
     status = run_command(main_command, NAME)
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:

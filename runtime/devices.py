@@ -37,17 +37,17 @@ def devices(engine: Engine) -> tuple[Device, ...]:
     return tuple(_device(abi, abi.lib.ggml_backend_dev_get(index)) for index in range(abi.lib.ggml_backend_dev_count()))
 
 
-def find_gpu(engine: Engine, name: str | None = None) -> Device:
-    """The first GPU with a memory of its own, or the one called `name` (such as CUDA1).
+def find_gpu(engine: Engine, number: int = 0) -> Device:
+    """The GPU of a number, from 0, among those with a memory of their own.
 
     Raises MachineError, which says what there is instead, where there is none.
     """
     found = devices(engine)
-    gpus = [device for device in found if device.kind == "GPU" and name in (None, device.name)]
-    if gpus:
-        return gpus[0]
+    gpus = [device for device in found if device.kind == "GPU"]
+    if number < len(gpus):
+        return gpus[number]
     raise MachineError(
-        "there is no GPU that this llama.cpp can use" if name is None else f"there is no GPU called '{printable(name)}'",
+        f"there is no GPU number {number}" if gpus else "there is no GPU that this llama.cpp can use",
         path=str(engine.library.path),
         found=", ".join(map(str, found)) or "no device at all",
         hint=HOW_TO_GET_A_GPU,

@@ -10,7 +10,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -41,7 +40,8 @@ class ModelOptions:
     memory, some more speed.  `gpu_layers` of -1 puts every layer on a GPU where the library has one.
     `reads_tables_lazily`: tables of which a token uses a few rows (per-layer embeddings) are read row by row.  `overrides`
     replace values of the metadata.  `buffer_types`: pairs of a regular expression and a `ggml_backend_buffer_type_t`: weights
-    whose names match are put there, the first match counts.
+    whose names match are put there, the first match counts.  `device`: the address of the `ggml_backend_dev_t` that layers
+    go to, None for all devices.
     """
 
     load_mode: str = "mmap"
@@ -50,6 +50,7 @@ class ModelOptions:
     reads_tables_lazily: bool = False
     overrides: Mapping[str, int | float | bool | str] = field(default_factory=dict)
     buffer_types: Sequence[tuple[str, Any]] = ()
+    device: Any = None
 
 
 class Engine:
@@ -73,7 +74,12 @@ class Engine:
     @staticmethod
     def open(engine: str = "auto") -> Engine:
         """The engine, opened and checked once per process.  Raises MachineError where it is missing or another version."""
-        return _engine_of(open_library(engine))
+        library = open_library(engine)
+        # One for each file, by whatever names it is asked for: a second one would take the log from the first.
+        path = library.path.resolve()
+        if path not in _OPENED:
+            _OPENED[path] = Engine(library)
+        return _OPENED[path]
 
     def load(self, path: Path, options: ModelOptions | None = None) -> Model:
         """Load a GGUF, or the split set that `path` belongs to.
@@ -93,6 +99,9 @@ class Engine:
         if options.reads_tables_lazily:
             fields.lazy_mode = _LAZY_ON
         fields.n_gpu_layers = options.gpu_layers
+        if options.device is not None:
+            devices = ffi.new("void *[]", [ffi.cast("void *", int(options.device)), ffi.NULL])
+            fields.devices = devices
         overrides = _overrides(ffi, options.overrides)
         fields.kv_overrides = overrides
         patterns = [ffi.new("char[]", pattern.encode()) for pattern, _ in options.buffer_types]
@@ -125,9 +134,7 @@ class Engine:
             self.on_loading()
 
 
-@cache
-def _engine_of(library: LlamaLibrary) -> Engine:
-    return Engine(library)
+_OPENED: dict[Path, Engine] = {}
 
 
 class Model:

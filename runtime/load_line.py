@@ -13,6 +13,10 @@ from bel.runtime.slot_budget import MARGIN_BYTES
 def load_lines(running: Running) -> list[str]:
     """What was loaded: two or three lines."""
     run = running.bundle
+    if running.gpu is not None or running.stock_gpu is not None:
+        from bel.runtime.gpu_report import gpu_lines, stock_gpu_lines  # with all that a GPU needs
+
+        return gpu_lines(running.gpu) if running.gpu is not None else stock_gpu_lines(running.stock_gpu)  # type: ignore[arg-type]
     if run is None:
         return ["stock llama.cpp: the whole model is mapped, and the system reads what it needs"]
     lines = [

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from bel.formats.console import F
-from bel.formats.errors import UsageError
+from bel.formats.errors import UsageError, printable
 from bel.formats.units import parse_bytes
 from bel.runtime.llama_library import engine_choice
 from bel.runtime.policies import POLICY_NAMES
@@ -18,10 +18,17 @@ from bel.runtime.readers import KINDS
 from bel.runtime.run_options import DEFAULT_CONTEXT, DEFAULT_POLICY, DEFAULT_UBATCH, RunOptions
 
 PATH = click.Path(path_type=Path)
+GPU_WAYS = ("auto", "upload", "split", "static", "all", "cpu-moe", "cache")
 
 
 def _size(_ctx: click.Context, _parameter: click.Parameter, value: str | None) -> int | None:
     return None if value is None else parse_bytes(value)
+
+
+def _gpu(_ctx: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
+    if value is None or value in GPU_WAYS or (value.isascii() and value.isdigit() and len(value) < 4):
+        return value
+    raise UsageError(f"'{printable(value)}' is no way to use a GPU", expected=f"{', '.join(GPU_WAYS)}, or a number")
 
 
 _OPTIONS = (
@@ -62,7 +69,21 @@ _OPTIONS = (
         callback=lambda _context, _parameter, value: engine_choice(value),
         help="Which llama.cpp: auto, xllamacpp, llama-cpp-python, or a folder with a build of it (docs/gpu.md).",
     ),
-    click.option("--gpu", type=int, hidden=True),
+    click.option(
+        "--gpu",
+        is_flag=False,
+        flag_value="auto",
+        callback=_gpu,
+        metavar="[WAY|N]",
+        help="Slots on a GPU, needs --engine: auto (or the number of a GPU), upload, split or static; with --stock all, "
+        "cpu-moe or cache (docs/gpu.md).",
+    ),
+    click.option(
+        "--vram",
+        callback=_size,
+        metavar="SIZE",
+        help="With --gpu: of the GPU's memory, everything included.  Default: what is free there.",
+    ),
 )
 
 
@@ -81,8 +102,10 @@ def run_options(command: F) -> F:
 
 def _gathered(given: dict[str, Any]) -> RunOptions:
     """Take the shared options out of all that were given."""
-    if given.pop("gpu") is not None:
-        raise UsageError("--gpu is not built yet: this version computes on the CPU alone", hint="Leave it out")
+    gpu, vram_bytes = given.pop("gpu"), given.pop("vram")
+    number = int(gpu) if gpu is not None and gpu.isdigit() else 0
+    if vram_bytes is not None and gpu is None:
+        raise UsageError("--vram is the memory of a GPU, and --gpu is not given")
     return RunOptions(
         path=given.pop("model"),
         stock=given.pop("stock"),
@@ -97,4 +120,7 @@ def _gathered(given: dict[str, Any]) -> RunOptions:
         checks=not given.pop("no_checksums"),
         prefetches=not given.pop("no_prefetch"),
         engine=given.pop("engine"),
+        gpu="auto" if gpu is not None and gpu.isdigit() else gpu,
+        gpu_number=number,
+        vram_bytes=vram_bytes,
     )

@@ -49,6 +49,11 @@ class PoolCounters:
         """Count what follows as decode."""
         self.phase[0] = DECODE
 
+    def reset(self) -> None:
+        """Nothing has been counted, and what follows is a prompt."""
+        self.rows[:] = 0
+        self.phase[0] = PROMPT
+
     @property
     def prompt(self) -> PoolCounts:
         """The prompt's counts so far."""

@@ -212,7 +212,10 @@ def _load(engine: Engine, bundle: Bundle, home: Home) -> Iterator[Model]:
     pattern = f"^({'|'.join(names)})$"
     with contextlib.ExitStack() as stack:
         with slot_type:
-            loading = load_bundle(engine, bundle, gpu_layers=home.gpu_layers, buffer_types=[(pattern, slot_type.pointer)])
+            # The CPU is no device that layers go to.  Of several GPUs only this one may have layers.
+            device = home.abi.number(home.device) if home.gpu_layers else None
+            types = [(pattern, slot_type.pointer)]
+            loading = load_bundle(engine, bundle, gpu_layers=home.gpu_layers, buffer_types=types, device=device)
             model = stack.enter_context(loading)
         yield model
 

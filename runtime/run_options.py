@@ -15,7 +15,8 @@ class RunOptions:
     """A model and how to run it.  `path`: a bundle, or with `stock` a GGUF.
 
     At most one of `plan`, `slots` and `ram_bytes`; without any, `ram_bytes` is what the machine has free.  `n_ctx` of None is
-    the default, but not more than the model was trained for.  `prefetches`: the next layer is read ahead in the prompt.
+    the default, but not more than the model was trained for.  `gpu` is one of the ways to use a GPU, `gpu_number` which one
+    it is, `vram_bytes` what may be taken of its memory.  `prefetches`: the next layer is read ahead in the prompt.
     """
 
     path: Path
@@ -31,3 +32,6 @@ class RunOptions:
     checks: bool = True
     prefetches: bool = True
     engine: str = "auto"
+    gpu: str | None = None
+    gpu_number: int = 0
+    vram_bytes: int | None = None

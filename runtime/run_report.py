@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bel.formats.units import format_bytes
 from bel.runtime.bundle_model import BundleRun
@@ -13,6 +13,9 @@ from bel.runtime.generate import Speed
 from bel.runtime.load_line import slots_by_layer
 from bel.runtime.running import Running
 from bel.runtime.slot_budget import MARGIN_BYTES
+
+if TYPE_CHECKING:
+    from bel.runtime.gpu_running import GpuRun
 
 NS = 1e-9
 STOCK_READER = "mmap"
@@ -46,7 +49,7 @@ def report_json(report: RunReport, running: Running) -> dict[str, Any]:
             "decode_seconds": speed.decode_seconds,
             "decode_tokens_per_s": _ratio(speed.decode_tokens, speed.decode_seconds),
         },
-        "cache": None if run is None else _cache_json(run, speed),
+        "cache": _gpu_cache_json(running.gpu, speed) if running.gpu else None if run is None else _cache_json(run, speed),
         "major_faults_per_token": _ratio(report.major_faults, speed.decode_tokens),
         "peak_rss_bytes": report.peak_rss_bytes,
     }
@@ -55,6 +58,10 @@ def report_json(report: RunReport, running: Running) -> dict[str, Any]:
 def _load_json(running: Running) -> dict[str, Any]:
     run, context = running.bundle, running.context
     sizes = {"n_ctx": context.n_ctx, "n_ubatch": context.n_ubatch, "n_threads": context.options.n_threads}
+    if running.gpu is not None:
+        from bel.runtime.gpu_report import gpu_load_json
+
+        return {"reader": "all before the first token", **gpu_load_json(running.gpu), **sizes}
     if run is None:
         empty = dict.fromkeys(("slots_by_layer", "uploaded_bytes", "policy", "memory"))
         return {"layers": running.model.n_layer, "reader": STOCK_READER, **empty, **sizes}
@@ -71,6 +78,14 @@ def _load_json(running: Running) -> dict[str, Any]:
         "memory": memory,
         **sizes,
     }
+
+
+def _gpu_cache_json(run: GpuRun, speed: Speed) -> dict[str, Any]:
+    from bel.runtime.gpu_report import pool_json
+
+    counters = run.pool.pool.counters
+    decode, prompt = pool_json(counters.decode, speed.decode_tokens), pool_json(counters.prompt, speed.prompt_tokens)
+    return {"phase": "decode", **decode, "prompt": prompt}
 
 
 def _cache_json(run: BundleRun, speed: Speed) -> dict[str, Any]:
@@ -111,6 +126,12 @@ def report_rows(report: RunReport, running: Running) -> list[tuple[str, str]]:
         counters = run.cache.counters
         rows += _phase_rows("prompt", counters.prompt, speed.prompt_tokens, speed.prompt_seconds)
         rows += _phase_rows("decode", counters.decode, speed.decode_tokens, speed.decode_seconds)
+    if running.gpu is not None:
+        from bel.runtime.gpu_report import pool_rows
+
+        pool = running.gpu.pool.pool.counters
+        rows += pool_rows("prompt", pool.prompt, speed.prompt_tokens)
+        rows += pool_rows("decode", pool.decode, speed.decode_tokens)
     if speed.decode_tokens:
         rows.append(("major faults", f"{report.major_faults / speed.decode_tokens:.2f} per token"))
     return [*rows, ("peak memory", format_bytes(report.peak_rss_bytes))]

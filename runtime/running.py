@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bel.formats.bundle import Bundle, check_sizes, is_bundle, open_bundle
 from bel.formats.errors import BadInputError, UsageError, printable
@@ -24,6 +25,15 @@ from bel.runtime.policies import parse_policy
 from bel.runtime.run_options import DEFAULT_CONTEXT, RunOptions
 from bel.runtime.slot_budget import TooLittleMemory
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from bel.runtime.gpu_running import GpuRun
+    from bel.runtime.stock_gpu import StockGpuRun
+
+STOCK_WAYS = {"all": "gpu", "cpu-moe": "cpu", "cache": "cache"}
+"""Stock llama.cpp's ways to use a GPU, and where its experts are then."""
 TRIED_CONTEXT, TRIAL_CONTEXT = 1 << 16, 1024
 """A longer context is tried with a short one first, to see what a position costs."""
 RESERVE_SHARE, RESERVE_BYTES, MOST_RESERVE_SHARE = 0.1, 256 * MIB, 0.25
@@ -46,12 +56,21 @@ class Running:
     promised_bytes: int | None
     is_default: bool
     n_positions: int
+    gpu: GpuRun | None = None
+    stock_gpu: StockGpuRun | None = None
+
+    def choose(self, tokens: npt.NDArray[np.int32]) -> None:
+        """Where a way is still to be chosen, take the one that is fastest on these tokens.  Before anything is computed."""
+        if self.gpu is not None:
+            self.gpu.choose(tokens)
 
     def begin_decode(self) -> None:
         """Count what follows as decode and no longer as prompt."""
         if self.bundle is not None:
             counters = self.bundle.cache.counters
             counters.now = counters.decode
+        if self.gpu is not None:
+            self.gpu.pool.pool.counters.begin_decode()
 
 
 @contextlib.contextmanager
@@ -70,7 +89,7 @@ def open_running(options: RunOptions, inner: Observer | None = None, *, all_logi
         n_threads = options.n_threads or len(os.sched_getaffinity(0))
         return ContextOptions(n_ctx, n_ubatch, n_ubatch, n_threads, n_outputs=None if all_logits else 1)
 
-    opener = _open_stock if options.stock else _open_bundle
+    opener = _open_stock if options.stock else _open_bundle if options.gpu is None else _open_gpu
     with opener(options, sizes, inner) as running:
         yield running
 
@@ -86,11 +105,64 @@ def _open_stock(options: RunOptions, sizes: Callable[[Model], ContextOptions], i
             path=str(options.path),
             hint="Name the GGUF that it was made from, or leave --stock out",
         )
+    if options.gpu is not None:
+        with _open_stock_gpu(options, sizes) as running:
+            yield running
+        return
     with (
         Engine.open(options.engine).load(options.path) as model,
         model.context(sizes(model), inner) as context,
     ):
         yield Running(model, context, None, None, None, False, _positions(options, model, context))
+
+
+@contextlib.contextmanager
+def _open_stock_gpu(options: RunOptions, sizes: Callable[[Model], ContextOptions]) -> Iterator[Running]:
+    """Stock llama.cpp's own ways to use a GPU."""
+    from bel.runtime.stock_gpu import StockGpuOptions, open_stock_gpu
+
+    place = STOCK_WAYS.get(options.gpu or "")
+    if place is None:
+        raise UsageError(f"--stock has no way '{options.gpu}' to use a GPU", expected=", ".join(STOCK_WAYS))
+    if (place == "cache") != (options.vram_bytes is not None):
+        raise UsageError("--vram is the size of llama.cpp's expert cache with --stock: --gpu cache needs it, others have none")
+    mode = "none" if place == "cache" else "mmap"
+    given = StockGpuOptions(place, options.vram_bytes or 0, mode, gpu_number=options.gpu_number)
+    with open_stock_gpu(Engine.open(options.engine), options.path, sizes, given) as run:
+        n_positions = _positions(options, run.model, run.context)
+        yield Running(run.model, run.context, None, None, None, False, n_positions, stock_gpu=run)
+
+
+@contextlib.contextmanager
+def _open_gpu(options: RunOptions, sizes: Callable[[Model], ContextOptions], inner: Observer | None) -> Iterator[Running]:
+    """A bundle with its slots on a GPU."""
+    from bel.runtime.gpu_running import POOL_WAYS, open_gpu
+
+    if inner is not None:
+        raise UsageError("nothing can look into a run with --gpu: its callback is machine code", hint="Leave --gpu out")
+    if options.gpu not in POOL_WAYS:
+        raise UsageError(f"a bundle has no way '{options.gpu}' to use a GPU", expected=", ".join(POOL_WAYS))
+    if options.ram_bytes is not None:
+        raise UsageError(
+            "--gpu holds all experts in host memory, so --ram is not for it", hint="--vram limits the GPU's memory"
+        )
+    given = {"--plan": options.plan, "--slots": options.slots, "--vram": options.vram_bytes}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise UsageError(
+            f"{' and '.join(names)} exclude each other: each says how many slots there are", hint="Give one of them"
+        )
+    if options.path.is_file():
+        raise UsageError(
+            "this is a file, and only a bundle has slots on a GPU",
+            path=str(options.path),
+            hint=f"Make a bundle: bel-repack {options.path}",
+        )
+    bundle = open_bundle(options.path)
+    plan = None if options.plan is None else checked_plan(options.plan, bundle)
+    with open_gpu(options, bundle, plan, sizes) as run:
+        context = run.pool.context
+        yield Running(run.pool.model, context, None, None, None, False, _positions(options, run.pool.model, context), gpu=run)
 
 
 @contextlib.contextmanager

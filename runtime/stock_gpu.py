@@ -50,6 +50,7 @@ class StockGpuOptions:
     cache_bytes: int = 0
     load_mode: str = "mmap"
     forced: bool = False
+    gpu_number: int = 0
 
 
 class StockGpuRun:
@@ -95,13 +96,14 @@ def open_stock_gpu(
 @contextlib.contextmanager
 def load_stock_gpu(engine: Engine, path: Path, options: StockGpuOptions) -> Iterator[tuple[Model, Device]]:
     """The model alone, for several contexts on it: of `options`, only `cache_bytes` may differ between them."""
-    device = find_gpu(engine)
+    device = find_gpu(engine, options.gpu_number)
     source = open_model(path)
     check_options(engine, device, source, options)
     on_host = options.experts != "gpu"
     loading = ModelOptions(
         load_mode=options.load_mode,
         gpu_layers=_ALL_LAYERS,
+        device=device.address,
         buffer_types=[(EXPERTS, cpu_buffer_type(engine))] if on_host else (),
     )
     engine.log.clear()

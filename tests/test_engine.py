@@ -454,3 +454,8 @@ def _example_model() -> Model:
     if not _loaded:
         _loaded.append(Engine.open().load(Path(__file__).parent.parent / "examples" / "tiny-moe-q8_0.gguf"))
     return _loaded[0]
+
+
+def test_names_of_one_library_are_one_engine() -> None:
+    """A second engine on the same library would take the log from the first, and with it the causes of failures."""
+    assert Engine.open("xllamacpp") is Engine.open("auto") is Engine.open()

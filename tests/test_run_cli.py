@@ -334,7 +334,8 @@ REFUSED: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "no such plan": (("BUNDLE", "-p", "x", "--plan", "nowhere.json"), 3, ("nowhere.json", "no such plan")),
     "an unknown policy": (("BUNDLE", "-p", "x", "--policy", "best"), 2, ("'best'", "lfu-decay:R")),
     "fewer slots than top-k": (("BUNDLE", "-p", "x", "--slots", "3"), 2, ("top-k", "--slots 4")),
-    "a GPU": (("BUNDLE", "-p", "x", "--gpu", "1"), 2, ("not built yet",)),
+    "a GPU": (("BUNDLE", "-p", "x", "--gpu", "1"), 5, ("there is no GPU", "docs/gpu.md")),
+    "a GPU without a way": (("BUNDLE", "--gpu", "-p", "x"), 5, ("there is no GPU",)),
     "a size that is none": (("BUNDLE", "-p", "x", "--ram", "much"), 2, ("'much' is not a size",)),
     "a temperature that is none": (("BUNDLE", "-p", "x", "--temp", "nan"), 2, ("--temp",)),
     "a prompt above the context": (("BUNDLE", "-p", "x " * 2000), 2, ("does not fit", "--context")),
@@ -367,9 +368,8 @@ def test_help_names_every_option_of_the_design(run: Run) -> None:
     text = run("--help").stdout
     for option in ("-p", "-f", "-n", "--plan", "--slots", "--ram", "--policy", "--context", "--threads", "--temp", "--seed"):
         assert re.search(rf"^\s+{option}\b", text, re.MULTILINE), option
-    for option in ("--chat", "--stats", "--json", "--stock", "--bench", "--check-against"):
+    for option in ("--chat", "--stats", "--json", "--stock", "--bench", "--check-against", "--gpu", "--vram"):
         assert option in text, option
-    assert "--gpu" not in text
 
 
 @pytest.mark.parametrize("mode", cli._MODES)

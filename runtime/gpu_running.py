@@ -1,0 +1,128 @@
+"""A bundle that runs with a GPU: dense weights and slots for experts in its memory, all experts in the host's.
+
+The ways: `upload` brings a missing expert into a slot before it is used, which gives the logits of llama.cpp with everything on
+the GPU, bit by bit, while decoding; `static` never changes the slots and has the CPU compute what is missing; `split` does both
+at once; `auto` tries those that can be and takes the fastest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from bel.formats.bundle import Bundle, check_sizes
+from bel.formats.errors import UsageError
+from bel.formats.plan import Plan
+from bel.formats.units import MIB, format_bytes
+from bel.runtime.context import ContextOptions
+from bel.runtime.devices import Device, devices, find_gpu, free_device_bytes
+from bel.runtime.engine import Engine, Model
+from bel.runtime.first_check import check_dense, check_tails
+from bel.runtime.free_memory import free_bytes
+from bel.runtime.gpu_choice import Way, choose
+from bel.runtime.policies import STATIC, Policy, parse_policy
+from bel.runtime.pool_home import Home, device_home
+from bel.runtime.pool_model import PoolRun, open_pool
+from bel.runtime.pool_options import PoolOptions
+from bel.runtime.run_options import RunOptions
+
+AUTO = "auto"
+POOL_WAYS = (AUTO, "upload", "split", "static")
+RESERVE_BYTES = 256 * MIB
+"""Left free on a GPU where no --vram is given: for its driver, and for whoever draws the screen."""
+
+
+@dataclass(slots=True)
+class GpuRun:
+    """A pool on a device, and how it came to its way: `tried` is what `auto` measured, fastest first."""
+
+    pool: PoolRun
+    device: Device
+    way: str
+    vram_bytes: int
+    used_bytes: Callable[[], int]
+    has_wanted: bool
+    policy: Policy
+    tried: list[Way] = field(default_factory=list)
+
+    def choose(self, tokens: npt.NDArray[np.int32]) -> None:
+        """For `auto`: take the way that is fastest on these tokens.  Does nothing for a way that was asked for by name."""
+        if self.way != AUTO or self.tried:
+            return
+        ways = [("upload", self.policy), ("split", self.policy)]
+        if self.has_wanted:
+            ways.append(("static", parse_policy("static")))
+        self.tried = choose(self.pool, tokens, ways)
+
+
+@contextlib.contextmanager
+def open_gpu(
+    options: RunOptions, bundle: Bundle, plan: Plan | None, sizes: Callable[[Model], ContextOptions], home: Home | None = None
+) -> Iterator[GpuRun]:
+    """Load a bundle with its slots on a GPU.  `home` takes the place of the first GPU's memory.
+
+    Raises MachineError where there is no GPU, or too little memory for the experts; UsageError for what does not go together.
+    """
+    policy = parse_policy(options.policy)
+    pool = _pool_options(options, plan, policy)
+    engine = Engine.open(options.engine)
+    device = _device(engine, options.gpu_number, home)
+    home = home or device_home(engine, device.address)
+    check_sizes(bundle)
+    _check_host(bundle)
+    if options.checks:
+        check_dense(bundle)
+        check_tails(bundle)
+    before = free_device_bytes(engine, device)
+    vram_bytes = options.vram_bytes or max(0, before - RESERVE_BYTES)
+    if pool.slots is None and pool.slots_by_layer is None:
+        pool = replace(pool, budget_bytes=vram_bytes)
+
+    def used() -> int:
+        return before - free_device_bytes(engine, device)
+
+    def one_thread(model: Model) -> ContextOptions:
+        # What llama.cpp itself has the CPU do is a row of a table: its threads would be in the way of the missing experts'.
+        return replace(sizes(model), n_threads=1)
+
+    has_own_memory = home.kind != home.abi.lib.ggml_backend_cpu_buffer_type()
+    with open_pool(engine, bundle, one_thread, pool, home, used_bytes=used if has_own_memory else None) as run:
+        yield GpuRun(run, device, options.gpu or AUTO, vram_bytes, used, bool(pool.wanted), policy)
+
+
+def _device(engine: Engine, number: int, home: Home | None) -> Device:
+    return find_gpu(engine, number) if home is None else devices(engine)[0]
+
+
+def _pool_options(options: RunOptions, plan: Plan | None, policy: Policy) -> PoolOptions:
+    way = options.gpu or AUTO
+    if way == "static" and plan is None:
+        raise UsageError("--gpu static keeps what a plan preloads, and there is no plan", hint="Give --plan, or another way")
+    if policy.kind == STATIC and way != "static":
+        raise UsageError(f"the policy static does not go with --gpu {way}", hint="Give --gpu static, or another --policy")
+    threads = options.n_threads or max(1, len(os.sched_getaffinity(0)) - 2)
+    return PoolOptions(
+        mode="split" if way == AUTO else way,  # which has all that the others need
+        policy=parse_policy("static") if way == "static" else policy,
+        slots=options.slots,
+        slots_by_layer=None if plan is None else {x.layer: x.slots for x in plan.layers},
+        wanted={} if plan is None else {x.layer: x.preload for x in plan.layers},
+        n_threads=threads,
+        reader=options.reader,
+        checks=options.checks,
+    )
+
+
+def _check_host(bundle: Bundle) -> None:
+    """All experts are in host memory: said before they are read."""
+    need, free = sum(layer.size_bytes for layer in bundle.manifest.layers if not layer.is_mtp), free_bytes()
+    if need > free:
+        raise UsageError(
+            f"with --gpu all experts are held in host memory: {format_bytes(need)}, and {format_bytes(free)} are free",
+            hint="Run it without --gpu, with --ram",
+        )
