@@ -79,8 +79,16 @@ def now(root: Any, room: int) -> int:
 
 @compiled
 def _put(root: Any, address: int, offset: int, size: int) -> None:
-    """Begin to copy host memory to an offset of the home."""
-    call(root[at.SET_ASYNC], root[at.COPY_BACKEND], root[at.HOME_TENSOR], address, offset, size)
+    """Begin to copy host memory to an offset of the home.  Two streams take turns: one alone leaves a gap behind each copy."""
+    root[at.TURN] = 1 - root[at.TURN]
+    call(root[at.SET_ASYNC], root[at.COPY_BACKEND + root[at.TURN]], root[at.HOME_TENSOR], address, offset, size)
+
+
+@compiled
+def _arrive(root: Any) -> None:
+    """Wait until all copies that were begun have arrived."""
+    call(root[at.SYNCHRONIZE], root[at.COPY_BACKEND], 0, 0, 0, 0)
+    call(root[at.SYNCHRONIZE], root[at.OTHER_BACKEND], 0, 0, 0, 0)
 
 
 @compiled
@@ -149,7 +157,7 @@ def _stage(root: Any, i: int, layer: Any, parts: Any, ask: Any, distinct: int, l
             else:
                 _put(root, address + parts[p, at.BLOB_OFFSET], target, size)
                 counts[STAGED_BYTES] += size
-    call(root[at.SYNCHRONIZE], root[at.COPY_BACKEND], 0, 0, 0, 0)
+    _arrive(root)
     for n in range(loads):
         expert, slot = ask[LOAD, n], ask[TO, n]
         for p in range(at.N_PARTS):
@@ -230,7 +238,7 @@ def _serve(root: Any, i: int, layer: Any) -> int:
         for rank in range(top_k):
             ids[rank] = ask[ROW, rank]
         call(root[at.SET_ASYNC], root[at.COPY_BACKEND], node, root[at.IDS], 0, size)
-    call(root[at.SYNCHRONIZE], root[at.COPY_BACKEND], 0, 0, 0, 0)
+    _arrive(root)
     return 1
 
 

@@ -94,7 +94,7 @@ class NativePool:
         root = self.root
         root[at.HOME_BASE], root[at.HOME_TENSOR] = memory.base, memory.whole
         root[at.SOURCE_TENSOR], root[at.TARGET_TENSOR] = memory.source, memory.target
-        root[at.COPY_BACKEND] = memory.backend_address
+        root[at.COPY_BACKEND], root[at.OTHER_BACKEND] = memory.backend_address, memory.other_address
         root[at.COUNTS], root[at.PHASE] = self._keep(counters.rows), self._keep(counters.phase)
         root[at.LAYERS], root[at.N_LAYERS] = self._layers.ctypes.data, self._n
         root[at.REQUEST] = self._request.ctypes.data

@@ -35,6 +35,8 @@ from __future__ import annotations
     SOURCE_TENSOR,
     TARGET_TENSOR,
     COPY_BACKEND,
+    OTHER_BACKEND,
+    TURN,
     MODE,
     HAS_CPU,
     REQUEST,
@@ -55,8 +57,8 @@ from __future__ import annotations
     ERROR,
     ERROR_LAYER,
     ERROR_VALUE,
-) = range(47)
-ROOT_SIZE = 47
+) = range(49)
+ROOT_SIZE = 49
 
 # Layer.
 (

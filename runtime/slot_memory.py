@@ -91,10 +91,12 @@ class SlotMemory:
         """Addresses of tensors of bytes: of all of the buffer, and two that are pointed at what is copied within it."""
         self.backend: Any = abi.lib.ggml_backend_dev_init(home.device, abi.ffi.NULL)
         """A stream of the home's device for copies alone."""
-        if self.backend == abi.ffi.NULL:
+        self.other: Any = abi.lib.ggml_backend_dev_init(home.device, abi.ffi.NULL)
+        """A second one, for who begins many copies at once."""
+        if abi.ffi.NULL in (self.backend, self.other):
             self.close()
             raise MachineError(f"llama.cpp cannot use {home.name}", path=abi.path)
-        self.backend_address = abi.number(self.backend)
+        self.backend_address, self.other_address = abi.number(self.backend), abi.number(self.other)
 
     def _take(self, size_bytes: int) -> int:
         start = align_up(self._end, self._alignment)
@@ -216,6 +218,8 @@ class SlotMemory:
         lib = self._home.abi.lib
         if buffer is not None:
             lib.ggml_backend_buffer_free(buffer)
-        backend, self.backend = getattr(self, "backend", None), None
-        if backend is not None and backend != self._home.abi.ffi.NULL:
-            lib.ggml_backend_free(backend)
+        streams = [getattr(self, name, None) for name in ("backend", "other")]
+        self.backend = self.other = None
+        for stream in streams:
+            if stream is not None and stream != self._home.abi.ffi.NULL:
+                lib.ggml_backend_free(stream)
