@@ -33,6 +33,8 @@ from bel.runtime.run_options import RunOptions
 
 AUTO = "auto"
 POOL_WAYS = (AUTO, "upload", "split", "static")
+SPARE_CORES = 4
+"""Not used for experts on the CPU: the thread that drives the GPU must never wait for a core (measured on 16 cores)."""
 RESERVE_BYTES = 256 * MIB
 """Left free on a GPU where no --vram is given: for its driver, and for whoever draws the screen."""
 
@@ -105,7 +107,7 @@ def _pool_options(options: RunOptions, plan: Plan | None, policy: Policy) -> Poo
         raise UsageError("--gpu static keeps what a plan preloads, and there is no plan", hint="Give --plan, or another way")
     if policy.kind == STATIC and way != "static":
         raise UsageError(f"the policy static does not go with --gpu {way}", hint="Give --gpu static, or another --policy")
-    threads = options.n_threads or max(1, len(os.sched_getaffinity(0)) - 2)
+    threads = options.n_threads or max(1, len(os.sched_getaffinity(0)) - SPARE_CORES)
     return PoolOptions(
         mode="split" if way == AUTO else way,  # which has all that the others need
         policy=parse_policy("static") if way == "static" else policy,

@@ -64,6 +64,11 @@ class Bench:
     orders: dict[str, Orders]
     n_threads: int
 
+    @property
+    def n_pool_threads(self) -> int:
+        """For the pool's experts on the CPU: a few cores less, for the thread that drives the GPU must never wait for one."""
+        return max(1, len(os.sched_getaffinity(0)) - 4)
+
     def sizes(self, n_threads: int | None = None) -> ContextOptions:
         """One sequence for the work, whose prompt is one graph."""
         n_ctx = len(self.work.prompt) + max(len(self.work.decoded), WARM_TOKENS) + 1
