@@ -12,20 +12,22 @@ from bel.formats.trace_calls import LayerCalls
 from bel.formats.trace_header import TraceLayer
 from bel.formats.units import format_bytes
 from bel.profiler.replay import first_items
-from bel.profiler.tiers import (
+from bel.runtime.cache_rows import CAPACITY, CONFIG, INT_ROWS, REAL_ROWS, RESIDENT, Floats, Ints
+from bel.runtime.cache_state import CacheState, make_cache, preload
+from bel.runtime.policies import LRU, REPICK, STATIC, Policy
+from bel.runtime.tier_step import (
     BYTES,
     COPY_ON_READ,
     EXCLUSIVE,
     INCLUSIVE,
+    PLACE_ROWS,
     RAM_ITEM,
     RAM_STATE,
     VRAM_ITEM,
     VRAM_STATE,
+    fits_in_ram,
+    preload_ram,
 )
-from bel.runtime.cache_list import list_push
-from bel.runtime.cache_rows import CAPACITY, CONFIG, INT_ROWS, REAL_ROWS, RECENT, RESIDENT, SIZE, USED, Floats, Ints
-from bel.runtime.cache_state import CacheState, make_cache, preload
-from bel.runtime.policies import LRU, REPICK, STATIC, Policy
 
 HOST_TIERS = {"exclusive": EXCLUSIVE, "inclusive": INCLUSIVE, "copy-on-read": COPY_ON_READ}
 LOAD, CPU = "load", "cpu"
@@ -75,7 +77,7 @@ class TierCaches:
         self._layer_of = np.repeat(np.arange(len(layers)), [x.info.n_expert for x in layers])
         known = [x.info.expert_bytes or 0 for x in layers]
         self.has_bytes = all(known)
-        self.places = np.zeros((5, len(self._layer_of)), np.int64)
+        self.places = np.zeros((PLACE_ROWS, len(self._layer_of)), np.int64)
         self.places[BYTES] = np.array(known)[self._layer_of] if self.has_bytes else 1
         self.vram, self.reals = self._make(tiers.vram, tiers.policy, tiers, (VRAM_STATE, VRAM_ITEM))
         self.ram, _ = self._make(tiers.ram, _OLDEST_LEAVES, tiers, (RAM_STATE, RAM_ITEM))
@@ -114,17 +116,17 @@ class TierCaches:
         for item in self._items(tiers.preloaded):
             r, at = self._ram_of(item)
             has_ram = is_inclusive and r[CONFIG, CAPACITY] > 0
-            if has_ram and not _fits(r, at):
+            if has_ram and not fits_in_ram(r, at):
                 continue
             place = self.places[VRAM_STATE, item]
             taken = preload(CacheState(self.vram[place], self.reals[place]), [int(self.places[VRAM_ITEM, item])])
             if taken and has_ram:
-                _put(r, at, in_list=not is_pinned)
+                preload_ram(r, at, stays=is_pinned)
         in_vram = self.vram_items()
         for item in self._items(tiers.ram_preloaded):
             r, at = self._ram_of(item)
-            if item not in in_vram and _fits(r, at):
-                _put(r, at, in_list=True)
+            if item not in in_vram and fits_in_ram(r, at):
+                preload_ram(r, at)
 
     def _ram_of(self, item: int) -> tuple[Ints, int]:
         return self.ram[self.places[RAM_STATE, item]], int(self.places[RAM_ITEM, item])
@@ -165,15 +167,3 @@ def _room_bytes(room: Room, layers: Sequence[TraceLayer]) -> int:
     if room.slots is None:
         return room.shared_bytes or 0
     return sum(slots * (x.expert_bytes or 0) for slots, x in zip(room.slots, layers, strict=True))
-
-
-def _fits(r: Ints, at: int) -> bool:
-    return not r[RESIDENT, at] and bool(r[CONFIG, USED] + r[SIZE, at] <= r[CONFIG, CAPACITY])
-
-
-def _put(r: Ints, at: int, *, in_list: bool) -> None:
-    """Into RAM, as what leaves first; outside the list it never leaves."""
-    r[RESIDENT, at] = 1
-    r[CONFIG, USED] += r[SIZE, at]
-    if in_list:
-        list_push(r, RECENT, at, True)

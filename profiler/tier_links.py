@@ -38,7 +38,9 @@ import numpy.typing as npt
 from bel.formats.trace_calls import LayerCalls
 from bel.profiler.replay import Counted, foresight, global_stream
 from bel.profiler.tier_caches import CPU, HOST_TIERS, TierCaches, Tiers
-from bel.profiler.tiers import (
+from bel.profiler.tiers import serve_calls
+from bel.runtime.cache_rows import Ints
+from bel.runtime.tier_step import (
     COLD,
     COUNTS,
     D2H,
@@ -46,14 +48,13 @@ from bel.profiler.tiers import (
     FROM_NVME,
     FROM_RAM,
     H2D,
+    LINKS,
     NVME,
     NVME_READS,
     ON_CPU,
     RAM_LOADS,
     UPLOADED,
-    serve_calls,
 )
-from bel.runtime.cache_rows import Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ def serve_from(caches: TierCaches, layers: Sequence[LayerCalls], counted: Sequen
     """`serve_tiers` from caches that were made with these tiers; they are left as they are after the last call."""
     stream = global_stream(layers, counted)
     counts = np.zeros((COUNTS, len(stream.place)), np.int32)
-    moved = np.zeros((3, len(stream.place)), np.int64)
+    moved = np.zeros((LINKS, len(stream.place)), np.int64)
     is_own = tiers.vram.slots is not None
     serve_calls(
         caches.vram,

@@ -1,8 +1,6 @@
-"""Experts in three tiers, VRAM, RAM and NVMe: compiled, call by call.  `tier_links.py` has the rules in words.
+"""Experts in three tiers, VRAM, RAM and NVMe: all calls of a run, compiled.
 
-The VRAM tier is a cache of the runtime (`cache_step.serve`) with any policy; the RAM tier is a list of items in the order in
-which they came or were read, of which the oldest leaves.  Both are arrays of CacheState, one above the other: a cache for each
-layer, or one for all.  An *item of the run* is the first item of a layer + expert id, whatever the caches are.
+`tier_links.py` has the rules in words, `bel.runtime.tier_step` in code: a running model goes by the same.
 """
 
 from __future__ import annotations
@@ -11,42 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from bel.profiler.compiled import compiled
-from bel.runtime.cache_heap import heap_remove
-from bel.runtime.cache_list import list_oldest, list_push, list_refresh, list_remove
-from bel.runtime.cache_rows import (
-    CALLED,
-    CAPACITY,
-    CONFIG,
-    COUNT,
-    IN_LIST,
-    KIND,
-    MISSED,
-    NOWHERE,
-    OWN,
-    RECENT,
-    RESIDENT,
-    SIZE,
-    STAMP,
-    UPLOADS,
-    USED,
-    VICTIMS,
-    Floats,
-    Ints,
-)
+from bel.runtime.cache_rows import COUNT, Floats, Ints
 from bel.runtime.cache_step import serve
-from bel.runtime.cache_victims import bag_remove
-from bel.runtime.policies import ARC, LFU_FORGET, LRU, RANDOM, REPICK, S3FIFO, SLRU, STATIC
-
-EXCLUSIVE, INCLUSIVE, COPY_ON_READ = range(3)
-VRAM_STATE, VRAM_ITEM, RAM_STATE, RAM_ITEM, BYTES = range(5)
-"""Rows of `places`: which cache of each tier an item of the run may be in, as which item of it, and its bytes."""
-DISTINCT, FROM_RAM, FROM_NVME, COLD, ON_CPU, UPLOADED, NVME_READS, RAM_LOADS = range(8)
-"""Rows of `counts`.  The last two are what goes over the links, with the uploads: reads from NVMe, and loads into VRAM of what
-RAM had."""
-COUNTS = 8
-NVME, H2D, D2H = range(3)
-"""Rows of `moved`."""
-_ANY_CALL = -2
+from bel.runtime.tier_step import VRAM_ITEM, VRAM_STATE, meet_in_line
 
 
 @compiled
@@ -66,7 +31,7 @@ def serve_calls(
     counts: npt.NDArray[np.int32],
     moved: Ints,
 ) -> None:
-    """Serve all calls of a run: fill `counts` (COUNTS, C) and `moved` (3, C), in units of BYTES.
+    """Serve all calls of a run: fill `counts` (COUNTS, C) and `moved` (LINKS, C), in units of BYTES.
 
     `vram` and `reals` (caches, rows, columns), `ram` likewise, `places` (5, items of the run); the calls are those of a
     Stream of all layers.  `next_use` (N,) for Belady, else empty.
@@ -77,151 +42,10 @@ def serve_calls(
         first, last = id_start[c], id_start[c + 1]
         rows = (last - first) // top_k[c]
         shift = places[VRAM_ITEM, base[c]]
-        zero = base[c] - shift  # the item of the run that is item 0 of this VRAM cache
-        v, v_reals = vram[places[VRAM_STATE, base[c]]], reals[places[VRAM_STATE, base[c]]]
+        state = places[VRAM_STATE, base[c]]
         if len(next_use):
             for i in range(first, last):
-                v_reals[COUNT, shift + np.int64(ids[i])] = next_use[i]
+                reals[state, COUNT, shift + np.int64(ids[i])] = next_use[i]
         call = ids[first:last].reshape((rows, top_k[c]))
-        distinct, missed, victims, cut, uploads = serve(v, v_reals, call, start, rows, shift, ticks[c])
-        counts[DISTINCT, c] = distinct
-        for i in range(distinct):
-            item = zero + v[OWN, i]
-            ram[places[RAM_STATE, item], CALLED, places[RAM_ITEM, item]] = c
-        given_up = start
-        if v[CONFIG, KIND] == REPICK:  # its victims left before the call, which may miss them
-            for i in range(uploads):
-                item = zero + v[UPLOADS, i]
-                is_found = _bring(ram, places, item, c, kind != EXCLUSIVE)
-                counts[UPLOADED, c] += 1
-                counts[RAM_LOADS if is_found else NVME_READS, c] += 1
-                moved[NVME, c] += 0 if is_found else places[BYTES, item]
-                moved[H2D, c] += places[BYTES, item]
-            moved[D2H, c] += _give_up(ram, places, v, start, victims, zero, kind, c)
-            for i in range(uploads):
-                _settle(vram, reals, ram, places, zero + v[UPLOADS, i], kind, c)
-            given_up = victims
-        for i in range(missed):
-            item = zero + v[MISSED, i]
-            is_computed = on_cpu and not v[RESIDENT, v[MISSED, i]]
-            is_found = _bring(ram, places, item, c, is_computed or kind != EXCLUSIVE)
-            counts[FROM_RAM if is_found else FROM_NVME, c] += 1
-            counts[COLD, c] += not is_found and not seen[item]
-            counts[ON_CPU, c] += is_computed
-            counts[NVME_READS, c] += not is_found
-            counts[RAM_LOADS, c] += is_found and not is_computed
-            moved[NVME, c] += 0 if is_found else places[BYTES, item]
-            moved[H2D, c] += 0 if is_computed else places[BYTES, item]
-        for i in range(distinct):
-            seen[zero + v[OWN, i]] = True
-        if not on_cpu:
-            moved[D2H, c] += _give_up(ram, places, v, given_up, victims + cut, zero, kind, c)
-        for i in range(missed):
-            _settle(vram, reals, ram, places, zero + v[MISSED, i], kind, c)
-
-
-@compiled
-def _give_up(ram: Ints, places: Ints, v: Ints, first: int, last: int, zero: int, kind: int, call: int) -> int:
-    """Those of VICTIMS from `first` to `last` leave VRAM; the bytes that are moved to RAM."""
-    moved = 0
-    for i in range(first, last):
-        item = zero + v[VICTIMS, i]
-        if kind == EXCLUSIVE:
-            moved += _demote(ram, places, item, call)
-        elif kind == INCLUSIVE:
-            _unpin(ram, places, item)
-    return moved
-
-
-@compiled
-def _bring(ram: Ints, places: Ints, item: int, call: int, stays: bool) -> bool:
-    """Take an item from RAM, or from NVMe past it; whether it was in RAM.  `stays`: it is in RAM afterwards."""
-    r, at = ram[places[RAM_STATE, item]], places[RAM_ITEM, item]
-    is_found = bool(r[RESIDENT, at])
-    r[STAMP, at] = call + 1
-    if not stays:
-        if is_found:
-            _leave(r, at)
-    elif not is_found:
-        _admit(r, at)
-    elif r[IN_LIST, at] != NOWHERE:
-        list_refresh(r, RECENT, at)
-    return is_found
-
-
-@compiled
-def _demote(ram: Ints, places: Ints, item: int, call: int) -> int:
-    """Put an item that left VRAM into RAM.  The bytes to move: none where this very call brought it through RAM."""
-    r, at = ram[places[RAM_STATE, item]], places[RAM_ITEM, item]
-    if not _admit(r, at):
-        return 0
-    while r[CONFIG, USED] > r[CONFIG, CAPACITY]:
-        _leave(r, list_oldest(r, RECENT, _ANY_CALL))
-    return 0 if r[STAMP, at] == call + 1 else int(places[BYTES, item])
-
-
-@compiled
-def _settle(vram: Ints, reals: Floats, ram: Ints, places: Ints, item: int, kind: int, call: int) -> None:
-    """Cut the RAM that an item came into to its capacity; an inclusive one takes what leaves it out of VRAM."""
-    r, at = ram[places[RAM_STATE, item]], places[RAM_ITEM, item]
-    while r[CONFIG, USED] > r[CONFIG, CAPACITY]:
-        oldest = list_oldest(r, RECENT, call)
-        if oldest == NOWHERE:
-            oldest = list_oldest(r, RECENT, _ANY_CALL)
-        _leave(r, oldest)
-        if kind == INCLUSIVE:
-            _expel(vram, reals, places, item - at + oldest)
-    if kind != INCLUSIVE or r[CONFIG, CAPACITY] == 0:
-        return
-    v = vram[places[VRAM_STATE, item]]
-    if not v[RESIDENT, places[VRAM_ITEM, item]]:
-        return
-    if not r[RESIDENT, at]:
-        _expel(vram, reals, places, item)
-    elif v[CONFIG, KIND] in (STATIC, REPICK) and r[IN_LIST, at] != NOWHERE:
-        list_remove(r, at)  # else the misses would push the members of a set out of RAM, and so out of the set
-
-
-@compiled
-def _unpin(ram: Ints, places: Ints, item: int) -> None:
-    r, at = ram[places[RAM_STATE, item]], places[RAM_ITEM, item]
-    if r[RESIDENT, at] and r[IN_LIST, at] == NOWHERE:
-        list_push(r, RECENT, at, False)
-
-
-@compiled
-def _admit(r: Ints, at: int) -> bool:
-    """Add an item to RAM as its newest, unless RAM could not hold even it alone; whether it is in."""
-    if r[SIZE, at] > r[CONFIG, CAPACITY]:
-        return False
-    r[RESIDENT, at] = 1
-    r[CONFIG, USED] += r[SIZE, at]
-    list_push(r, RECENT, at, False)
-    return True
-
-
-@compiled
-def _leave(r: Ints, at: int) -> None:
-    r[RESIDENT, at] = 0
-    r[CONFIG, USED] -= r[SIZE, at]
-    list_remove(r, at)
-
-
-@compiled
-def _expel(vram: Ints, reals: Floats, places: Ints, item: int) -> None:
-    """Take an item out of VRAM where it is there, against its policy."""
-    state, at = places[VRAM_STATE, item], places[VRAM_ITEM, item]
-    v, v_reals = vram[state], reals[state]
-    if not v[RESIDENT, at]:
-        return
-    v[RESIDENT, at] = 0
-    v[CONFIG, USED] -= v[SIZE, at]
-    kind = v[CONFIG, KIND]
-    if kind in (LRU, SLRU, ARC, S3FIFO):
-        list_remove(v, at)
-    elif kind == RANDOM:
-        bag_remove(v, at)
-    elif kind not in (STATIC, REPICK):
-        heap_remove(v, v_reals, at)
-    if kind in (S3FIFO, LFU_FORGET):
-        v_reals[COUNT, at] = 0
+        served = serve(vram[state], reals[state], call, start, rows, shift, ticks[c])
+        meet_in_line(vram, reals, ram, places, seen, base[c], served, kind, on_cpu, c, c, counts, moved)

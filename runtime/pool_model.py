@@ -26,14 +26,17 @@ from bel.runtime.pool_counters import PoolCounters
 from bel.runtime.pool_experts import CpuExperts
 from bel.runtime.pool_graph import ARCHITECTURES, GraphLearner, LayerGraph, scratch_bytes
 from bel.runtime.pool_home import Home
-from bel.runtime.pool_hosts import HostExperts
+from bel.runtime.pool_hosts import HostExperts, read_experts
 from bel.runtime.pool_layers import LayerSlots, layer_slots
 from bel.runtime.pool_native import NativePool
 from bel.runtime.pool_observer import PoolObserver
-from bel.runtime.pool_options import MODES, PoolOptions, check_options, slot_counts
+from bel.runtime.pool_options import MODES, PoolOptions, check_options, host_counts, slot_counts
 from bel.runtime.pool_parts import PoolParts
 from bel.runtime.pool_self_test import self_test
 from bel.runtime.pool_step import SPLIT, UPLOAD
+from bel.runtime.pool_tiers import HostTier, make_tier
+from bel.runtime.pool_tiers_hosts import TierHosts
+from bel.runtime.pool_tiers_observer import TierObserver
 from bel.runtime.slot_buffer import SlotType
 from bel.runtime.slot_memory import SLOT, HomeBytes, SlotMemory
 from bel.runtime.slot_stage import StackShape, stage_bytes
@@ -47,7 +50,8 @@ class Pool:
 
     `mode` and `policy` are those in force; `share` of a decoded token's misses is uploaded in the mode `split`, as `costs` say
     where it was not given.  `host_bytes` is the host memory that holds the experts, `is_pinned` whether the home copies from it
-    by itself, `preloaded_bytes` what was copied to the home before the first token.
+    by itself, `preloaded_bytes` what was copied to the home before the first token.  `tier`: what host memory holds where that
+    is not all experts.
     """
 
     home: str
@@ -63,6 +67,7 @@ class Pool:
     policy: str
     share: float
     costs: MissCosts | None
+    tier: HostTier | None = None
 
 
 class PoolRun:
@@ -108,7 +113,9 @@ def open_pool(
     places = [place for place, layer in enumerate(bundle.manifest.layers) if not layer.is_mtp]
     layers = tuple(bundle.manifest.layers[place] for place in places)
     stage = stage_bytes(_shapes(bundle, layers), home.reads_ahead)
-    slot_counts(pool, layers, stage)  # what cannot do is refused before anything is loaded
+    least = slot_counts(pool, layers, stage)  # what cannot do is refused before anything is loaded
+    if pool.has_tiers:
+        host_counts(pool, layers, least)
     with contextlib.ExitStack() as stack:
         # What is pushed is closed in reverse: first the context and the model, then what their weights point into.
         late = stack.enter_context(contextlib.ExitStack())
@@ -116,7 +123,12 @@ def open_pool(
         sizes = options if isinstance(options, ContextOptions) else options(model)
         graphs, taken = _learn(model, bundle, layers, home, sizes, used_bytes)
         counts = slot_counts(_less(pool, taken), layers, stage)
-        hosts = HostExperts(home, bundle, places, reader=pool.reader, checks=pool.checks)
+        hosts: HostExperts
+        if pool.has_tiers:
+            held = host_counts(pool, layers, counts)
+            hosts = TierHosts(home, bundle, places, held, reader=pool.reader, checks=pool.checks)
+        else:
+            hosts = read_experts(home, bundle, places, reader=pool.reader, checks=pool.checks)
         late.callback(hosts.close)
         memory = SlotMemory(home, engine.library.ffi, graphs, counts, hosts)
         late.callback(memory.close)
@@ -124,8 +136,10 @@ def open_pool(
             memory.point(i, SLOT)
         _self_test(model, home, graphs, counts, hosts, memory)
         slots = _slots(graphs, counts, pool.policy)
-        preloaded = _preload(memory, layers, slots, pool)
-        mode, counters, cpu, costs = MODES[pool.mode], PoolCounters(), None, None
+        mode, counters, cpu, costs, tier = MODES[pool.mode], PoolCounters(), None, None, None
+        if isinstance(hosts, TierHosts):
+            tier = make_tier(home.abi, hosts, memory, slots, pool.host_tier, counters)
+        preloaded = _preload(memory, layers, slots, pool, tier)
         if mode != UPLOAD:
             cpu = CpuExperts(engine.library, home.abi, graphs, hosts, memory, pool.n_threads)
             late.callback(cpu.close)
@@ -146,9 +160,10 @@ def open_pool(
             policy=pool.policy.name,
             share=share,
             costs=costs,
+            tier=tier,
         )
-        if not pool.is_native:
-            observer = PoolObserver(home.abi, parts)
+        if not pool.is_native or tier is not None:
+            observer = PoolObserver(home.abi, parts) if tier is None else TierObserver(home.abi, parts, tier.mover)
             context = stack.enter_context(model.context(sizes, observer, observer.end))
             yield PoolRun(model, context, made)
             return
@@ -255,7 +270,13 @@ def _slots(graphs: Sequence[LayerGraph], counts: Sequence[int], policy: Policy) 
     return tuple(layer_slots(x.n_expert, count, x.top_k, policy) for x, count in zip(graphs, counts, strict=True))
 
 
-def _preload(memory: SlotMemory, layers: Sequence[LayerLayout], slots: Sequence[LayerSlots], pool: PoolOptions) -> int:
+def _preload(
+    memory: SlotMemory,
+    layers: Sequence[LayerLayout],
+    slots: Sequence[LayerSlots],
+    pool: PoolOptions,
+    tier: HostTier | None = None,
+) -> int:
     """Fill the slots with the experts that are wanted.  Returns the bytes."""
     total = 0
     for i, (layer, state) in enumerate(zip(layers, slots, strict=True)):
@@ -266,6 +287,9 @@ def _preload(memory: SlotMemory, layers: Sequence[LayerLayout], slots: Sequence[
             )
         if pool.mode == "static":  # a slot that stays empty would be lost
             wanted += range(layer.n_expert)
+        if tier is not None:
+            total += tier.mover.preload(i, wanted)
+            continue
         for expert, slot in state.preload(wanted):
             total += memory.upload(i, expert, slot)
     memory.wait()

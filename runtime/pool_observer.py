@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from bel.formats.errors import MachineError
 from bel.runtime.pool_abi import PoolAbi
@@ -77,10 +78,14 @@ class PoolObserver:
             return
         if ids.dtype != np.int32 or int(ids.min()) < 0 or int(ids.max()) >= layer.n_expert:
             raise MachineError("llama.cpp chose an expert that does not exist", tensor=topk.name)
-        short = np.ascontiguousarray(ids, np.uint16)
+        self._meet(i, topk, np.ascontiguousarray(ids, np.uint16))
+
+    def _meet(self, i: int, topk: Tensor, ids: npt.NDArray[np.uint16]) -> None:
+        """Bring what the call `ids` (rows, top_k) chose, and rename the choice of a single row, the node `topk`."""
+        layer = self._layers[i]
         state = layer.cache
         distinct, missed, loads, absent = plan_call(
-            state.ints, state.reals, layer.table, layer.ask, short, layer.row, self._mode, self._share
+            state.ints, state.reals, layer.table, layer.ask, ids, layer.row, self._mode, self._share
         )
         is_staged = len(ids) > 1
         self._count(distinct, missed, absent, is_staged)
@@ -89,14 +94,17 @@ class PoolObserver:
             self._stage(i, distinct, loads)
         else:
             self._upload(i, loads)
-            slots = layer.ask[ROW, : layer.top_k].astype(np.int32)
-            self._abi.lib.ggml_backend_tensor_set(
-                self._abi.pointer(topk.identity), self._abi.pointer(slots.ctypes.data), 0, slots.nbytes
-            )
+            self._rename(topk, layer.ask[ROW, : layer.top_k].astype(np.int32))
         if absent:
             self._absent = (layer.ask[RANK, :absent].tolist(), layer.ask[ABSENT, :absent].tolist())
             self._read_input(i)
         self._memory.wait()
+
+    def _rename(self, topk: Tensor, slots: npt.NDArray[np.int32]) -> None:
+        """Let the products of a single row take `slots` for its experts."""
+        self._abi.lib.ggml_backend_tensor_set(
+            self._abi.pointer(topk.identity), self._abi.pointer(slots.ctypes.data), 0, slots.nbytes
+        )
 
     def _point(self, i: int, is_staged: bool) -> None:
         if is_staged != self._is_staged[i]:

@@ -11,7 +11,9 @@ from bel.formats.units import format_bytes
 from bel.runtime.policies import REPICK, STATIC, Policy, parse_policy
 from bel.runtime.pool_step import SPLIT, UPLOAD
 from bel.runtime.pool_step import STATIC as COMPUTE
+from bel.runtime.pool_tiers_hosts import tier_bytes
 from bel.runtime.slot_budget import check_floor, uniform_slots
+from bel.runtime.tier_layers import HOST_TIERS
 
 MODES = {"upload": UPLOAD, "split": SPLIT, "static": COMPUTE}
 SPARE_BYTES = 1 << 20
@@ -28,6 +30,11 @@ class PoolOptions:
     without any, all experts have slots.  `wanted` {layer: experts} fill the slots at first, most wanted first.  `n_threads`
     compute on the CPU.  `is_native`: with the compiled callback.  `spin_us`: how long the CPU's thread waits awake for the next
     layer before it sleeps.  `reader`, `checks`: how the experts are read.
+
+    Host memory holds all experts, or with one of `host_slots` (in each layer) and `host_bytes` (with the room for reads) only
+    some, in the mode `upload` alone: the others are read from the disk, and the callback is not compiled.  `host_tier`:
+    `exclusive`, host memory holds what was not used as lately as what has slots; `inclusive`, it holds that too.  `wanted`
+    fills it behind the slots.
     """
 
     mode: str = "upload"
@@ -42,6 +49,14 @@ class PoolOptions:
     spin_us: int = 1000
     reader: str = "auto"
     checks: bool = True
+    host_slots: int | None = None
+    host_bytes: int | None = None
+    host_tier: str = "exclusive"
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether host memory is not to hold all experts."""
+        return self.host_slots is not None or self.host_bytes is not None
 
 
 def check_options(options: PoolOptions) -> None:
@@ -55,6 +70,53 @@ def check_options(options: PoolOptions) -> None:
         raise UsageError("the share of misses to upload is not between 0 and 1", found=options.share)
     if options.n_threads < 1 or options.spin_us < 0:
         raise UsageError("the CPU's experts need a thread, and no less than no time")
+    _check_tiers(options)
+
+
+def _check_tiers(options: PoolOptions) -> None:
+    if options.host_tier not in HOST_TIERS:
+        raise UsageError(f"there is no host tier '{options.host_tier}'", expected=" or ".join(HOST_TIERS))
+    if not options.has_tiers:
+        return
+    if options.host_slots is not None and options.host_bytes is not None:
+        raise UsageError("slots of host memory and its bytes exclude each other", hint="Give one of them")
+    if min(options.host_slots or 0, options.host_bytes or 0) < 0:
+        raise UsageError("host memory has no less than no slots", found=options.host_slots or options.host_bytes)
+    if options.mode != "upload":
+        raise UsageError(
+            f"the pool mode {options.mode} needs all experts in host memory: the CPU computes from there",
+            hint="Use the mode upload, or give host memory all experts",
+        )
+
+
+def host_counts(options: PoolOptions, layers: Sequence[LayerLayout], counts: Sequence[int]) -> tuple[int, ...]:
+    """Slots of host memory in each of the layers, of which `counts` have slots in the home.
+
+    Raises UsageError where not even reads fit into the bytes, or an inclusive host memory cannot hold what the home holds.
+    """
+    if options.host_slots is not None:
+        held = uniform_slots(layers, options.host_slots)
+    else:
+        held = _fitting_host(options.host_bytes or 0, layers)
+    is_small = any(host < home for host, home in zip(held, counts, strict=True))
+    if options.host_tier == "inclusive" and any(held) and is_small:
+        raise UsageError(
+            "an inclusive host memory holds all that has slots, and is smaller here: "
+            f"it has {min(held)} slots in a layer, and the home {max(counts)}",
+            hint="Give host memory as much as the home or more, or use the host tier exclusive",
+        )
+    return held
+
+
+def _fitting_host(host_bytes: int, layers: Sequence[LayerLayout]) -> tuple[int, ...]:
+    for count in range(max(layer.n_expert for layer in layers), -1, -1):
+        held = uniform_slots(layers, count)
+        if tier_bytes(layers, held) <= host_bytes:
+            return held
+    raise UsageError(
+        f"the room for reads does not fit into {format_bytes(host_bytes)} of host memory: it needs "
+        f"{format_bytes(tier_bytes(layers, uniform_slots(layers, 0)))}"
+    )
 
 
 def slot_counts(options: PoolOptions, layers: Sequence[LayerLayout], stage_bytes: int) -> tuple[int, ...]:

@@ -164,7 +164,7 @@ def cpu_moe(load_mode: str) -> Group:
     def group(bench: Bench) -> Iterator[Sequence[Case]]:
         options = StockGpuOptions(experts="cpu", load_mode=load_mode)
         cores = len(os.sched_getaffinity(0))
-        threads = sorted({min(4, cores), min(8, cores), max(1, cores - 2), max(1, cores - 1)})
+        threads = sorted({min(8, cores), max(1, cores - 2), max(1, cores - 1)})
         with load_stock_gpu(bench.engine, bench.model, options) as (model, _):
             yield [
                 _stock(f"stock --cpu-moe, {load_mode}, {n} threads", 0.0, bench, model, bench.sizes(n), options)

@@ -1,0 +1,159 @@
+"""Host memory that does not hold all experts: slots for some of each layer, a few blobs' room for reads, and the disk."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from bel.formats.bundle import Bundle
+from bel.formats.errors import BelError, MachineError
+from bel.formats.experts_file import BlobPart, LayerLayout
+from bel.runtime.pager import FIRST, REST, Load, Pager
+from bel.runtime.pool_home import Home
+from bel.runtime.pool_hosts import HostExperts, bundle_pager, room_bytes
+
+MIN_READS = 8
+"""So many blobs are read at once, or a token's top-k: enough to keep a disk busy."""
+
+
+def read_count(layers: Sequence[LayerLayout]) -> int:
+    """Blobs that are read at once."""
+    return max([MIN_READS, *(min(layer.n_used or 1, layer.n_expert) for layer in layers)])
+
+
+def bounce_bytes(layers: Sequence[LayerLayout]) -> int:
+    """Bytes of the room for reads: one batch arrives while the one before it is copied to the home."""
+    return 2 * read_count(layers) * max(layer.stride_bytes for layer in layers)
+
+
+def tier_bytes(layers: Sequence[LayerLayout], counts: Sequence[int]) -> int:
+    """Bytes of host memory for so many experts of each layer, and for reads."""
+    return room_bytes(layers, counts) + bounce_bytes(layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Blobs of layer i on their way."""
+
+    i: int
+    loads: tuple[Load, ...]
+    tags: tuple[int, ...]
+
+
+class TierHosts(HostExperts):
+    """Room for `counts[i]` experts of layer i of a bundle's layers at `places`, and for reads.
+
+    Who moves experts says where they `stand`; one that stands nowhere is read when its address is asked for.  Close it.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        bundle: Bundle,
+        places: Sequence[int],
+        counts: Sequence[int],
+        *,
+        reader: str = "auto",
+        checks: bool = True,
+    ) -> None:
+        layers = [bundle.manifest.layers[place] for place in places]
+        self.n_reads, self.bounce_bytes = read_count(layers), bounce_bytes(layers)
+        super().__init__(home, layers, counts, extra_bytes=self.bounce_bytes)
+        self.counts, self._places = tuple(counts), places
+        self._blob_bytes = max(self.strides)
+        self._standing: dict[tuple[int, int], int] = {}
+        self._asked = 0
+        self._is_sound = True
+        self._open = contextlib.ExitStack()
+        try:
+            self.pager: Pager = self._open.enter_context(bundle_pager(bundle, reader, checks))
+        except BaseException:
+            super().close()
+            raise
+
+    def slot(self, i: int, ram_slot: int) -> int:
+        """Address of a slot of layer i."""
+        return self.bases[i] + ram_slot * self.strides[i]
+
+    def bounce(self, number: int) -> int:
+        """Address of one of the 2 * `n_reads` blobs' room for reads."""
+        return self.extra + number * self._blob_bytes
+
+    def stand(self, i: int, expert: int, address: int) -> None:
+        """From now on the expert's address is this one."""
+        self._standing[i, expert] = address
+
+    def forget(self) -> None:
+        """No expert stands anywhere."""
+        self._standing.clear()
+
+    def address(self, i: int, expert: int, part: BlobPart | None = None) -> int:
+        """Where an expert stands.  One that stands nowhere is read, and stays until as many more as there is room for were."""
+        address = self._standing.get((i, expert))
+        if address is None:
+            address = self.bounce(self._asked % (2 * self.n_reads))
+            self._asked += 1
+            self.finish(self.start(i, [(expert, address)]))
+        return address + (0 if part is None else part.offset_bytes)
+
+    def start(self, i: int, reads: Sequence[tuple[int, int]]) -> Reading:
+        """Begin to read experts of layer i, each (expert, address), all at once."""
+        place = self._places[i]
+        loads = tuple(Load(place, expert, address) for expert, address in reads)
+        halves = (FIRST, REST) if self.pager.has_rest(place) else (FIRST,)
+        return Reading(i, loads, tuple(self.pager.start(loads, half) for half in halves))
+
+    def wait(self, reading: Reading) -> None:
+        """Wait until they have arrived.  Raises the error of a read that failed, naming its expert."""
+        for tag in reading.tags:
+            try:
+                self.pager.finish(tag)
+            except BelError as error:
+                raise _named(error, self.layers[reading.i]) from error
+
+    def check(self, reading: Reading) -> None:
+        """Compare the checksums of what is there for the first time.  Raises DamagedBundleError, naming the expert."""
+        for half in (FIRST, REST)[: len(reading.tags)]:
+            self.pager.check(reading.loads, half)
+
+    def finish(self, reading: Reading) -> None:
+        """Wait and compare."""
+        self.wait(reading)
+        self.check(reading)
+
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Whatever fails in here leaves nothing on its way, and no trust in what is in memory."""
+        if not self._is_sound:
+            raise MachineError(
+                "a read of experts failed before, so those in memory cannot be trusted", hint="Load the bundle anew"
+            )
+        self._is_sound = False
+        try:
+            yield
+        except Exception:
+            self.pager.abandon()
+            raise
+        self._is_sound = True
+
+    def close(self) -> None:
+        """Wait for what is on its way, close the files, give the memory back.  A second call does nothing."""
+        self._open.close()
+        super().close()
+
+
+def _named(error: BelError, layer: LayerLayout) -> BelError:
+    """The error of a read with the expert whose blob it is."""
+    if error.offset_bytes is None or not 0 <= error.offset_bytes - layer.offset_bytes < layer.size_bytes:
+        return error
+    expert = (error.offset_bytes - layer.offset_bytes) // layer.stride_bytes
+    return type(error)(
+        f"expert {expert} of layer {layer.layer} cannot be read: {error.cause}",
+        path=error.path,
+        tensor=error.tensor,
+        offset_bytes=error.offset_bytes,
+        found=error.found,
+        expected=error.expected,
+        hint=error.hint,
+    )
