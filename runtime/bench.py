@@ -175,7 +175,7 @@ def _run(name: str, running: Running, prompt: Tokens, decoded: Tokens, is_stoppe
     if run is not None:
         run.cache.counters = Counters()
     if running.gpu is not None:
-        running.gpu.pool.pool.counters.reset()
+        running.gpu.reset_counters()
     faults, began = major_faults(), time.perf_counter()
     for start in range(0, len(prompt), context.n_batch):
         _check(is_stopped)

@@ -1,8 +1,9 @@
-"""A bundle that runs with a GPU: dense weights and slots for experts in its memory, all experts in the host's.
+"""A bundle that runs with a GPU: dense weights and slots for experts in its memory, the experts in the host's behind it.
 
 The ways: `upload` brings a missing expert into a slot before it is used, which gives the logits of llama.cpp with everything on
 the GPU, bit by bit, while decoding; `static` never changes the slots and has the CPU compute what is missing; `split` does both
-at once; `auto` tries those that can be and takes the fastest.
+at once; `auto` tries those that can be and takes the fastest.  Where the host's memory does not do for all experts it holds
+some that have no slot, the others are on disk alone, and `upload` is the only way.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import numpy.typing as npt
 from bel.formats.bundle import Bundle, check_sizes
 from bel.formats.errors import UsageError
 from bel.formats.plan import Plan
+from bel.formats.process import rss_bytes
 from bel.formats.units import MIB, format_bytes
 from bel.runtime.context import ContextOptions
 from bel.runtime.devices import Device, devices, find_gpu, free_device_bytes
 from bel.runtime.engine import Engine, Model
 from bel.runtime.first_check import check_dense, check_tails
-from bel.runtime.free_memory import free_bytes
 from bel.runtime.gpu_choice import Way, choose
 from bel.runtime.policies import STATIC, Policy, parse_policy
 from bel.runtime.pool_home import Home, device_home
@@ -33,6 +34,8 @@ from bel.runtime.run_options import RunOptions
 
 AUTO = "auto"
 POOL_WAYS = (AUTO, "upload", "split", "static")
+HOST_MARGIN_BYTES = 64 * MIB
+"""Of host memory, for what no line of the sum has: buffers of readers, page tables, the driver's own."""
 SPARE_CORES = 4
 """Not used for experts on the CPU: the thread that drives the GPU must never wait for a core (measured on 16 cores)."""
 RESERVE_BYTES = 256 * MIB
@@ -52,9 +55,15 @@ class GpuRun:
     policy: Policy
     tried: list[Way] = field(default_factory=list)
 
+    def reset_counters(self) -> None:
+        """Nothing has been counted."""
+        self.pool.pool.counters.reset()
+        if self.pool.pool.tier is not None:
+            self.pool.pool.tier.counters.reset()
+
     def choose(self, tokens: npt.NDArray[np.int32]) -> None:
         """For `auto`: take the way that is fastest on these tokens.  Does nothing for a way that was asked for by name."""
-        if self.way != AUTO or self.tried:
+        if self.way != AUTO or self.tried or not self.pool.can_change:
             return
         ways = [("upload", self.policy), ("split", self.policy)]
         if self.has_wanted:
@@ -76,7 +85,7 @@ def open_gpu(
     device = _device(engine, options.gpu_number, home)
     home = home or device_home(engine, device.address)
     check_sizes(bundle)
-    _check_host(bundle)
+    pool = _with_host_tier(pool, options, bundle)
     if options.checks:
         check_dense(bundle)
         check_tails(bundle)
@@ -120,11 +129,21 @@ def _pool_options(options: RunOptions, plan: Plan | None, policy: Policy) -> Poo
     )
 
 
-def _check_host(bundle: Bundle) -> None:
-    """All experts are in host memory: said before they are read."""
-    need, free = sum(layer.size_bytes for layer in bundle.manifest.layers if not layer.is_mtp), free_bytes()
-    if need > free:
+def _with_host_tier(pool: PoolOptions, options: RunOptions, bundle: Bundle) -> PoolOptions:
+    """The options as they are where host memory does for all experts; else with a host tier of what there is for them."""
+    from bel.runtime.running import spare_bytes  # which opens this module's runs
+
+    promised = spare_bytes() if options.ram_bytes is None else options.ram_bytes
+    room = promised - rss_bytes() - bundle.manifest.dense.size_bytes - HOST_MARGIN_BYTES
+    need = sum(layer.size_bytes for layer in bundle.manifest.layers if not layer.is_mtp)
+    if room >= need:
+        return pool
+    if room <= 0:
+        taken = promised - room
         raise UsageError(
-            f"with --gpu all experts are held in host memory: {format_bytes(need)}, and {format_bytes(free)} are free",
-            hint="Run it without --gpu, with --ram",
+            f"{format_bytes(promised)} of host memory leave nothing for experts: the program, dense weights while they load, "
+            f"and buffers take {format_bytes(taken)}",
+            hint="Give a larger --ram",
         )
+    mode = "upload" if options.gpu == AUTO else pool.mode
+    return replace(pool, mode=mode, host_bytes=room)

@@ -39,7 +39,8 @@ _OPTIONS = (
         "--ram",
         callback=_size,
         metavar="SIZE",
-        help="Memory for the whole process: as many slots as fit.  Default, without --plan and --slots: what is free now.",
+        help="Memory for the whole process: as many slots as fit.  Default, without --plan and --slots: what is free now.  "
+        "With --gpu: host memory, and experts for which there is none are read from disk.",
     ),
     click.option("--policy", default=DEFAULT_POLICY, show_default=True, help=f"Which experts stay: {POLICY_NAMES}."),
     click.option(

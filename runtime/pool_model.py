@@ -1,4 +1,4 @@
-"""A model whose experts have slots in the memory of a device, with all experts in host memory behind them.
+"""A model whose experts have slots in the memory of a device, with all or some of the others in host memory behind them.
 
 llama.cpp loads the dense weights and experts without memory; the graph's stops let each choice of the router find its
 experts in the slots, or on the stage, or have the CPU compute them.  Nothing of llama.cpp is changed.

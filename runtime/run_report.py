@@ -83,9 +83,10 @@ def _load_json(running: Running) -> dict[str, Any]:
 def _gpu_cache_json(run: GpuRun, speed: Speed) -> dict[str, Any]:
     from bel.runtime.gpu_report import pool_json
 
-    counters = run.pool.pool.counters
-    decode, prompt = pool_json(counters.decode, speed.decode_tokens), pool_json(counters.prompt, speed.prompt_tokens)
-    return {"phase": "decode", **decode, "prompt": prompt}
+    counters, tier = run.pool.pool.counters, run.pool.pool.tier
+    lower = (None, None) if tier is None else (tier.counters.decode, tier.counters.prompt)
+    decode = pool_json(counters.decode, speed.decode_tokens, lower[0])
+    return {"phase": "decode", **decode, "prompt": pool_json(counters.prompt, speed.prompt_tokens, lower[1])}
 
 
 def _cache_json(run: BundleRun, speed: Speed) -> dict[str, Any]:
@@ -129,9 +130,10 @@ def report_rows(report: RunReport, running: Running) -> list[tuple[str, str]]:
     if running.gpu is not None:
         from bel.runtime.gpu_report import pool_rows
 
-        pool = running.gpu.pool.pool.counters
-        rows += pool_rows("prompt", pool.prompt, speed.prompt_tokens)
-        rows += pool_rows("decode", pool.decode, speed.decode_tokens)
+        pool, tier = running.gpu.pool.pool.counters, running.gpu.pool.pool.tier
+        lower = (None, None) if tier is None else (tier.counters.prompt, tier.counters.decode)
+        rows += pool_rows("prompt", pool.prompt, speed.prompt_tokens, lower[0])
+        rows += pool_rows("decode", pool.decode, speed.decode_tokens, lower[1])
     if speed.decode_tokens:
         rows.append(("major faults", f"{report.major_faults / speed.decode_tokens:.2f} per token"))
     return [*rows, ("peak memory", format_bytes(report.peak_rss_bytes))]

@@ -142,10 +142,6 @@ def _open_gpu(options: RunOptions, sizes: Callable[[Model], ContextOptions], inn
         raise UsageError("nothing can look into a run with --gpu: its callback is machine code", hint="Leave --gpu out")
     if options.gpu not in POOL_WAYS:
         raise UsageError(f"a bundle has no way '{options.gpu}' to use a GPU", expected=", ".join(POOL_WAYS))
-    if options.ram_bytes is not None:
-        raise UsageError(
-            "--gpu holds all experts in host memory, so --ram is not for it", hint="--vram limits the GPU's memory"
-        )
     given = {"--plan": options.plan, "--slots": options.slots, "--vram": options.vram_bytes}
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:

@@ -172,7 +172,6 @@ def test_without_a_gpu_it_says_so(tiny: Path) -> None:
     ("arguments", "words"),
     [
         (("--vram", "4G"), "--gpu is not given"),
-        (("--gpu", "auto", "--ram", "4G"), "--ram is not for it"),
         (("--gpu", "auto", "--slots", "8", "--vram", "4G"), "exclude each other"),
         (("--gpu", "cpu-moe"), "a bundle has no way 'cpu-moe'"),
         (("--gpu", "static"), "there is no plan"),
@@ -207,13 +206,49 @@ def test_nobody_looks_into_a_compiled_run(tiny: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.usefixtures("cpu_is_gpu")
-def test_too_little_host_memory_is_said_before_it_is_filled(
+@pytest.mark.parametrize("way", ["auto", "upload"])
+def test_what_ram_does_not_hold_is_on_disk(
+    way: str, tiny: Path, stock: list[int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three places, each expert in one of them, and the words of stock llama.cpp."""
+    monkeypatch.setattr(gpu_running, "rss_bytes", lambda: 0)
+    manifest = open_bundle(tiny).manifest
+    stride = manifest.layers[0].stride_bytes
+    promise = manifest.dense.size_bytes + gpu_running.HOST_MARGIN_BYTES + 60 * stride
+    asked = (tiny, "--gpu", way, "--slots", "6", "--ram", str(promise), *FEW)
+    answer = answered(capsys, *asked)
+    assert answer["tokens"] == stock
+    load, cache = answer["load"], answer["cache"]
+    assert load["way"] == "upload"
+    assert load["host_tier"]["kind"] == "exclusive"
+    assert 0 < max(load["host_tier"]["slots"]) < 26
+    assert load["memory"]["host_bytes"] <= 60 * stride
+    assert cache["from_ram"] + cache["from_nvme"] == cache["misses"] > 0
+    assert cache["bytes_per_token"]["nvme"] > 0
+    status, _, err = run(capsys, *asked, "--stats")
+    assert status == 0
+    assert "from RAM" in err
+    assert "that have no slot (exclusive" in err
+    assert ("the only one where host memory does not hold all experts" in err) == (way == "auto")
+
+
+@pytest.mark.usefixtures("cpu_is_gpu")
+def test_too_little_host_memory_is_refused(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And a way that needs all experts there says so."""
+    status, _, err = run(capsys, tiny, "--gpu", "upload", "--slots", "8", "--ram", "32M", "-p", "hi")
+    assert status == 2
+    assert "leave nothing for experts" in err
+
+
+@pytest.mark.usefixtures("cpu_is_gpu")
+def test_the_cpu_computes_only_from_a_memory_that_holds_all(
     tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_running, "free_bytes", lambda: 1 << 20)
-    status, _, err = run(capsys, tiny, "--gpu", "upload", "--slots", "8", "-p", "hi")
+    monkeypatch.setattr(gpu_running, "rss_bytes", lambda: 0)
+    ram = str(gpu_running.HOST_MARGIN_BYTES + (4 << 20))
+    status, _, err = run(capsys, tiny, "--gpu", "split", "--slots", "8", "--ram", ram, "-p", "hi")
     assert status == 2
-    assert "all experts are held in host memory" in err
+    assert "needs all experts in host memory" in err
 
 
 def test_a_run_without_a_gpu_imports_nothing_for_one(tiny: Path) -> None:
