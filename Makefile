@@ -12,7 +12,8 @@ help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## */\1\t/p' $(MAKEFILE_LIST) | expand -t 10
 
 demo: $(VENV)/.demo  ## set up, and do the main jobs on the example model
-	examples/demo.sh demo-out
+	rm -rf demo-out/demo
+	examples/demo.sh demo-out/demo
 
 test: $(VENV)/.dev  ## set up, and run the tests
 	pytest

@@ -1,16 +1,9 @@
 #!/usr/bin/env bash
 # The main job on the example model: repack it, verify it, restore it and compare; record which experts its router picks on
 # code and on chat; measure this machine and plan which experts deserve the memory; and run the model from the bundle in half
-# of its memory, with the tokens of stock llama.cpp.  Run by `make demo`.
+# of its memory, with the tokens of stock llama.cpp.  Run by `make demo`.   examples/demo.sh [FOLDER]
 set -euo pipefail
-cd "$(dirname "$0")/.."
-model=examples/tiny-moe-q8_0.gguf
-prompts=examples/prompts
-out=${1:-demo-out}
-rm -rf "$out"
-mkdir -p "$out"
-
-step() { printf '\n$ %s\n' "$*"; "$@"; }
+. "$(dirname "$0")/common.sh"
 
 step bel-repack "$model" -o "$out/tiny-moe.bel"
 step bel-repack verify "$out/tiny-moe.bel" --source "$model"

@@ -34,7 +34,7 @@ SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 _EXTRAS = {
     "huggingface_hub": "hub",
     "yaml": "hub",
-    "numpy": "profile",
+    "numpy": "llama",
     "numba": "profile",
     "matplotlib": "plot",
     "cffi": "llama",

@@ -65,8 +65,8 @@ class _Budget:
     default=CLOCKS[0],
     show_default=True,
     help="When fetches start: all at the start of a token (arrival), when a layer has chosen, beside its own compute "
-    "(demand), or before its compute (blocking).  bel-run reads nothing ahead while it decodes: blocking is the clock "
-    "that predicts it.",
+    "(demand), or before its compute (blocking).  bel-run waits for what a layer misses, but for a few guesses: "
+    "blocking is the clock that predicts it.",
 )
 @click.option("-o", "output", type=_PATH, help="The plan to write.")
 @click.option("--html", "page", type=_PATH, help="Also write one self-contained page with figures.")

@@ -96,8 +96,8 @@ class Host:
     "--clock",
     "clock_kind",
     type=click.Choice(CLOCKS),
-    help=f"When fetches start, as in plan.  Default: {CLOCKS[0]}.  bel-run reads nothing ahead while it decodes: "
-    "blocking is the clock that predicts it.",
+    help=f"When fetches start, as in plan.  Default: {CLOCKS[0]}.  bel-run waits for what a layer misses, but for a few "
+    "guesses: blocking is the clock that predicts it.",
 )
 @click.option("--html", "page", type=_PATH, help="Also write one self-contained page with figures.")
 @click.option("--force", is_flag=True, help="Replace an existing page.")

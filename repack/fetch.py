@@ -75,7 +75,9 @@ def _place(target: Path) -> Path:
     bundle = open_bundle(target)
     if all(size_problem(bundle.path(name), size) is None for name, size in bundle.manifest.files):
         raise UsageError(
-            "the output exists already, and is a whole bundle", path=str(target), hint="Give another place with -o"
+            "the output exists already, with all files of a bundle",
+            path=str(target),
+            hint="`bel-repack verify` says whether they are sound; to fetch anew remove it, or give another place with -o",
         )
     return target
 

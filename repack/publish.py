@@ -151,7 +151,7 @@ def _licence_text(bundle: Bundle, front: dict[str, Any]) -> tuple[dict[str, byte
     link = front.get("license_link")
     if not isinstance(link, str) or "://" in link:
         return {}, []
-    if link in LICENSE_NAMES and bundle.path(link).is_file():
+    if link in LICENSE_NAMES and bundle.path(link).is_file() and not bundle.path(link).is_symlink():
         return {link: read_file(bundle.path(link), MAX_CARD_BYTES)}, []
     return {}, [f"license_link is {printable(link)}, which is not in the bundle: put the licence's text there as LICENSE"]
 
@@ -173,6 +173,12 @@ def _card(
 def _read_card_text(path: Path) -> str:
     if not os.path.lexists(path):
         return ""
+    if path.is_symlink():
+        raise BadInputError(
+            "README.md is a link, and what it leads to may not be for the public",
+            path=str(path),
+            hint="Put a file in its place",
+        )
     if not path.is_file() or path.stat().st_size > MAX_CARD_BYTES:
         raise BadInputError("this is no model card: not a file, or larger than 4 MiB", path=str(path))
     try:

@@ -19,7 +19,7 @@ LICENSE_NAMES = ("LICENSE", "LICENSE.md", "LICENSE.txt")
 MAX_NAMED = 20  # a person reads no more names of stray files
 _PLACES = "bin|data|etc|home|media|mnt|opt|private|root|run|scratch|srv|tmp|usr|Users|var|Volumes|work|workspace"
 _LOCAL_PATH = re.compile(
-    rf"(?<![\w.:/~-])/(?:{_PLACES})/[^\s\"'`)<>,;]+|(?<![\w.])[A-Za-z]:\\+[^\s\"'`)<>]+|file://[^\s\"'`)<>]+"
+    rf"(?<![\w./~-])/(?:{_PLACES})/[^\s\"'`)<>,;]+|(?<![\w.])[A-Za-z]:\\+[^\s\"'`)<>]+|file://[^\s\"'`)<>]+"
 )
 
 

@@ -28,7 +28,8 @@ NAME = "bel-run"
     "--costs",
     "costs_file",
     type=PATH,
-    help="Costs of `bel-profile bandwidth`: put the times of this run into them, for `simulate --clock blocking` and `plan`.",
+    help="Costs of `bel-profile bandwidth`; with the times of this run in them they are written beside, to NAME-run.json, for "
+    "`simulate --clock blocking`.",
 )
 @json_option
 @click.option("--bench", is_flag=True, expose_value=False, help="Measure: this command.")
@@ -83,8 +84,9 @@ def bench_command(
             elif isinstance(event, BenchResult):
                 _print(event, reports, passes, request, as_json=as_json)
                 if costs is not None and costs_file is not None and ready is not None and ready.running.bundle is not None:
-                    replace_file(costs_file, encode_costs(run_costs(costs, event, ready.running.bundle)))
-                    say(NAME, f"put the times of this run into {costs_file}")
+                    made = costs_file.with_name(f"{costs_file.stem}-run.json")
+                    replace_file(made, encode_costs(run_costs(costs, event, ready.running.bundle)))
+                    say(NAME, f"wrote {made}: the costs with the times of this run, for --clock blocking")
             else:
                 assert ready is not None, "a pass comes after its model"
                 # Now: the next pass counts the slots anew.

@@ -151,5 +151,5 @@ def _place(first: Mismatch) -> str:
 
 
 for _option in check_command.params:
-    if isinstance(_option, click.Option) and _option.name == "stock":  # refused with a reason of its own
+    if isinstance(_option, click.Option) and _option.name in ("stock", "gpu", "vram"):  # refused with reasons of their own
         _option.hidden = True

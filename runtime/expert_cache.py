@@ -16,6 +16,7 @@ from bel.runtime.arena import Arena
 from bel.runtime.cache_rows import NOWHERE
 from bel.runtime.cache_state import CacheState, Step, make_cache, preload, residents, step
 from bel.runtime.counters import Counters
+from bel.runtime.guess_gate import GuessGate
 from bel.runtime.pager import FIRST, REST, Load, Pager
 from bel.runtime.policies import Policy
 
@@ -59,6 +60,7 @@ class ExpertCache:
         self._cut: list[tuple[int, int]] = []
         self._ahead: _Coming | None = None
         self._rest: list[_Coming] = []
+        self._gate, self._is_guess = GuessGate(), False
         self._is_sound = True
         """Whether all that the policy believes to be resident is: not so once a call was cut short by an error."""
 
@@ -248,6 +250,9 @@ class ExpertCache:
         for expert in unused:
             self._free(place, expert)
         self.counters.now.wasted += len(unused)
+        if self._is_guess and ahead:
+            self._gate.count(len(ahead) - len(unused), len(unused))
+        self._is_guess = False
 
     def _read_ahead(self, place: int, rows: int, likely: Callable[[int], Sequence[int]] | None) -> _Coming | None:
         """Begin to read experts of the next layer that are not resident: all where the call will use most of them, else the
@@ -258,8 +263,9 @@ class ExpertCache:
         wanted: Sequence[int] = ()
         if used >= PREFETCH_SHARE:
             wanted = range(layer.n_expert)
-        elif rows == 1 and likely is not None and room:
+        elif rows == 1 and likely is not None and room and self._gate.is_open():
             wanted, room = likely(place), min(room, GUESSED_READS)
+            self._is_guess = True
         there = set(self.resident(place)) if wanted else set()
         chosen = [expert for expert in wanted if expert not in there][:room]
         return self._start(place, {expert: self._room(place, expert) for expert in chosen})

@@ -60,7 +60,11 @@ _OPTIONS = (
         "--reader", type=click.Choice(["auto", *KINDS]), default="auto", show_default=True, help="How experts are read."
     ),
     click.option("--no-checksums", is_flag=True, help="Do not compare the checksum of an expert when it is first read."),
-    click.option("--no-prefetch", is_flag=True, help="Do not read the next layer's experts while a prompt is computed."),
+    click.option(
+        "--no-prefetch",
+        is_flag=True,
+        help="Read nothing ahead for the next layer: neither in a prompt nor, by guess, while decoding.",
+    ),
     click.option("--stock", is_flag=True, help="Run a GGUF as llama.cpp does: the baseline."),
     click.option(
         "--engine",

@@ -192,7 +192,7 @@ def test_publish_to_a_loopback_hub_brings_the_model_back(ran: Run, example: Path
     assert "ConnectionRefusedError" in ended.stderr, "the hub ends with the script"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "demo"])
 def test_a_folder_that_holds_something_is_left_alone(name: str, tmp_path: Path) -> None:
     out = tmp_path / "mine"
     out.mkdir()

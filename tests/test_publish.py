@@ -226,6 +226,15 @@ def test_source_shards_bundle_and_restored_shards_have_one_content_digest(tmp_pa
     assert len(digests) == 1 and None not in digests
 
 
+def test_a_card_that_is_a_link_is_not_followed(desk: Desk, bundle: Path, tmp_path: Path) -> None:
+    """What it leads to would be public: any file of the machine."""
+    secret = tmp_path / "secret.txt"
+    secret.write_text("password\n", encoding="utf-8")
+    (bundle / "README.md").symlink_to(secret)
+    refused(desk.publish(bundle), 3, "README.md is a link")
+    assert desk.hub.requests == []
+
+
 def test_damage_that_a_sample_misses_is_found_before_anything_is_sent(desk: Desk, bundle: Path) -> None:
     manifest = open_bundle(bundle).manifest
     path = bundle / "tiny-experts.bin"

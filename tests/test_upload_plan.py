@@ -73,6 +73,9 @@ def test_strays_are_named_and_counted() -> None:
         '{"p": "C:\\\\Users\\\\ann"}',
         "file:///x/y",
         "(/tmp/run-1)",
+        "see:/home/me/x.gguf",
+        "host:/srv/x",
+        "path=/root/x",
         "at /odd/place/of/mine here",
     ],
 )

@@ -102,7 +102,8 @@ def measure_costs(real: Real) -> None:
 def predicted(real: Real, trace: Path, policies: Sequence[str]) -> list[dict[str, Any]]:
     """Rows of `bel-profile simulate` for half of the slots, with the time of a token by the costs."""
     how = ["--policy", ",".join(policies), "--slots", str(real.half), "--phase", "decode"]
-    rows = json.loads(_command(PLAN, "simulate", trace, *how, "--costs", real.costs, "--clock", "blocking", "--json"))["rows"]
+    costs = real.costs.with_name("costs-run.json")
+    rows = json.loads(_command(PLAN, "simulate", trace, *how, "--costs", costs, "--clock", "blocking", "--json"))["rows"]
     return list(rows)
 
 
