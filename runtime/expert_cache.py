@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bel.formats.errors import MachineError, UsageError
+from bel.formats.errors import UsageError
 from bel.formats.experts_file import LayerLayout
 from bel.runtime.arena import Arena
 from bel.runtime.cache_rows import NOWHERE
@@ -61,8 +61,6 @@ class ExpertCache:
         self._ahead: _Coming | None = None
         self._rest: list[_Coming] = []
         self._gate, self._is_guess = GuessGate(), False
-        self._is_sound = True
-        """Whether all that the policy believes to be resident is: not so once a call was cut short by an error."""
 
     def preload(self, wanted: Sequence[Sequence[int]]) -> int:
         """Fill slots before the first call, `wanted[place]` experts of each layer, most wanted first.  Returns the bytes."""
@@ -136,19 +134,13 @@ class ExpertCache:
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Whatever fails in here leaves nothing on its way, and no trust in what is in memory."""
-        if not self._is_sound:
-            raise MachineError(
-                "a read of experts failed before, so those in memory cannot be trusted", hint="Load the bundle anew"
-            )
-        self._is_sound = False
+        """See `Pager.guarded`; nor is anything here still expected."""
         try:
-            yield
+            with self._pager.guarded():
+                yield
         except Exception:
-            self._pager.abandon()
             self._rest, self._ahead = [], None
             raise
-        self._is_sound = True
 
     def _finish_rests(self) -> None:
         while self._rest:

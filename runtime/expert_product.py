@@ -19,7 +19,6 @@ from bel.formats.ggml_types import GGML_TYPES, tensor_bytes, type_name
 from bel.runtime.llama_abi import HOW_TO_INSTALL, PRODUCT_FUNCTIONS, TYPE_F32, TYPE_I32, check_symbols, compare
 from bel.runtime.llama_library import LlamaLibrary
 
-_FLOAT_BYTES = 4
 _SPARE_BYTES = 65536  # alignment and the context's own bookkeeping
 
 

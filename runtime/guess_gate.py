@@ -1,6 +1,6 @@
 """Whether guessing pays: guesses go on while at least half of what they read is used, and are tried again after a pause.
 
-On text that the model was trained for two thirds are used; on random weights or tokens a third, and the reads in vain cost more
+On text that the model was trained for two thirds are used; on random weights one in twenty, and the reads in vain cost more
 than those in time bring.
 """
 

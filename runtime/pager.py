@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from blake3 import blake3
 
 from bel.formats.bundle import Bundle, read_index
 from bel.formats.digest import DIGEST_BYTES
-from bel.formats.errors import DamagedBundleError
+from bel.formats.errors import DamagedBundleError, MachineError
 from bel.formats.experts_file import PAGE_BYTES, LayerLayout
 from bel.formats.units import align_up
 from bel.runtime.file_watch import FileWatch
@@ -51,6 +51,8 @@ class Pager:
         self._first_digest = _first_digests(self.layers)
         self._tag = 0
         self._under_way: set[int] = set()
+        self._is_sound = True
+        """Whether all that the reads were for is in memory: not so once one was cut short by an error."""
 
     @property
     def name(self) -> str:
@@ -94,6 +96,24 @@ class Pager:
         while self._under_way:
             with contextlib.suppress(Exception):
                 self.finish(self._under_way.pop())
+
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Whatever fails in here leaves nothing on its way, and no trust in what is in memory.
+
+        Raises MachineError for everything that comes after that.
+        """
+        if not self._is_sound:
+            raise MachineError(
+                "a read of experts failed before, so those in memory cannot be trusted", hint="Load the bundle anew"
+            )
+        self._is_sound = False
+        try:
+            yield
+        except Exception:
+            self.abandon()
+            raise
+        self._is_sound = True
 
     def check(self, loads: Iterable[Load], half: int) -> None:
         """Compare the checksums of halves that arrived.  Raises DamagedBundleError, naming layer, expert and part."""

@@ -84,7 +84,7 @@ class TierMover:
 
         Raises what the reads and checksums raise, and MachineError for every call after that.
         """
-        with self._hosts.guarded():
+        with self._hosts.pager.guarded():
             plan = self._layers[i].serve(ids)
             self._count(i, plan)
             self._move(i, plan, is_staged=len(ids) > 1)
@@ -95,7 +95,7 @@ class TierMover:
         in_vram, in_ram = self._layers[i].preload(wanted)
         slots = {fetch.expert: slot for slot, fetch in in_vram}
         sizes = []
-        with self._hosts.guarded():
+        with self._hosts.pager.guarded():
             fetches = [fetch for _, fetch in in_vram]
             self._fetch(i, fetches, None, lambda expert: sizes.append(self._memory.upload(i, expert, slots[expert])))
             self._fetch(i, in_ram, None, lambda _: None)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bel.formats.bundle import Bundle
-from bel.formats.errors import BelError, MachineError
+from bel.formats.errors import BelError
 from bel.formats.experts_file import BlobPart, LayerLayout
 from bel.runtime.pager import FIRST, REST, Load, Pager
 from bel.runtime.pool_home import Home
@@ -64,7 +64,6 @@ class TierHosts(HostExperts):
         self._blob_bytes = max(self.strides)
         self._standing: dict[tuple[int, int], int] = {}
         self._asked = 0
-        self._is_sound = True
         self._open = contextlib.ExitStack()
         try:
             self.pager: Pager = self._open.enter_context(bundle_pager(bundle, reader, checks))
@@ -121,21 +120,6 @@ class TierHosts(HostExperts):
         """Wait and compare."""
         self.wait(reading)
         self.check(reading)
-
-    @contextlib.contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Whatever fails in here leaves nothing on its way, and no trust in what is in memory."""
-        if not self._is_sound:
-            raise MachineError(
-                "a read of experts failed before, so those in memory cannot be trusted", hint="Load the bundle anew"
-            )
-        self._is_sound = False
-        try:
-            yield
-        except Exception:
-            self.pager.abandon()
-            raise
-        self._is_sound = True
 
     def close(self) -> None:
         """Wait for what is on its way, close the files, give the memory back.  A second call does nothing."""
