@@ -66,8 +66,8 @@ def bench_command(
     from bel.runtime.run_report import report_json
     from bel.runtime.stopping import stop_requests
 
-    if costs_file is not None and options.stock:
-        raise UsageError("--costs is for a bundle: a stock run has no experts that it waits for", hint="Leave one of them out")
+    if costs_file is not None and (options.stock or options.gpu is not None):
+        raise UsageError("--costs is for a bundle on the CPU: no other run waits for reads alone", hint="Leave one of them out")
     if costs_file is not None and not costs_file.is_file():
         raise BadInputError("no such costs", path=str(costs_file), hint="`bel-profile bandwidth BUNDLE -o FILE` makes them")
     costs = None if costs_file is None else load_costs(costs_file)  # before the measurement, which takes a while

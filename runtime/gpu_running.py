@@ -22,18 +22,16 @@ from bel.formats.plan import Plan
 from bel.formats.process import rss_bytes
 from bel.formats.units import MIB, format_bytes
 from bel.runtime.context import ContextOptions
-from bel.runtime.devices import Device, devices, find_gpu, free_device_bytes
+from bel.runtime.devices import Device, find_gpu, free_device_bytes
 from bel.runtime.engine import Engine, Model
 from bel.runtime.first_check import check_dense, check_tails
 from bel.runtime.gpu_choice import Way, choose
 from bel.runtime.policies import STATIC, Policy, parse_policy
-from bel.runtime.pool_home import Home, device_home
+from bel.runtime.pool_home import device_home
 from bel.runtime.pool_model import PoolRun, open_pool
 from bel.runtime.pool_options import PoolOptions
-from bel.runtime.run_options import RunOptions
+from bel.runtime.run_options import AUTO, RunOptions
 
-AUTO = "auto"
-POOL_WAYS = (AUTO, "upload", "split", "static")
 HOST_MARGIN_BYTES = 64 * MIB
 """Of host memory, for what no line of the sum has: buffers of readers, page tables, the driver's own."""
 SPARE_CORES = 4
@@ -73,17 +71,17 @@ class GpuRun:
 
 @contextlib.contextmanager
 def open_gpu(
-    options: RunOptions, bundle: Bundle, plan: Plan | None, sizes: Callable[[Model], ContextOptions], home: Home | None = None
+    options: RunOptions, bundle: Bundle, plan: Plan | None, sizes: Callable[[Model], ContextOptions]
 ) -> Iterator[GpuRun]:
-    """Load a bundle with its slots on a GPU.  `home` takes the place of the first GPU's memory.
+    """Load a bundle with its slots on a GPU.
 
     Raises MachineError where there is no GPU, or too little memory for the experts; UsageError for what does not go together.
     """
     policy = parse_policy(options.policy)
     pool = _pool_options(options, plan, policy)
     engine = Engine.open(options.engine)
-    device = _device(engine, options.gpu_number, home)
-    home = home or device_home(engine, device.address)
+    device = find_gpu(engine, options.gpu_number)
+    home = device_home(engine, device.address)
     check_sizes(bundle)
     pool = _with_host_tier(pool, options, bundle)
     if options.checks:
@@ -104,10 +102,6 @@ def open_gpu(
     has_own_memory = home.kind != home.abi.lib.ggml_backend_cpu_buffer_type()
     with open_pool(engine, bundle, one_thread, pool, home, used_bytes=used if has_own_memory else None) as run:
         yield GpuRun(run, device, options.gpu or AUTO, vram_bytes, used, bool(pool.wanted), policy)
-
-
-def _device(engine: Engine, number: int, home: Home | None) -> Device:
-    return find_gpu(engine, number) if home is None else devices(engine)[0]
 
 
 def _pool_options(options: RunOptions, plan: Plan | None, policy: Policy) -> PoolOptions:

@@ -15,10 +15,18 @@ from bel.formats.units import parse_bytes
 from bel.runtime.llama_library import engine_choice
 from bel.runtime.policies import POLICY_NAMES
 from bel.runtime.readers import KINDS
-from bel.runtime.run_options import DEFAULT_CONTEXT, DEFAULT_POLICY, DEFAULT_UBATCH, RunOptions
+from bel.runtime.run_options import (
+    AUTO,
+    DEFAULT_CONTEXT,
+    DEFAULT_POLICY,
+    DEFAULT_UBATCH,
+    POOL_WAYS,
+    STOCK_WAYS,
+    RunOptions,
+)
 
 PATH = click.Path(path_type=Path)
-GPU_WAYS = ("auto", "upload", "split", "static", "all", "cpu-moe", "cache")
+GPU_WAYS = (*POOL_WAYS, *STOCK_WAYS)
 
 
 def _size(_ctx: click.Context, _parameter: click.Parameter, value: str | None) -> int | None:
@@ -77,7 +85,7 @@ _OPTIONS = (
     click.option(
         "--gpu",
         is_flag=False,
-        flag_value="auto",
+        flag_value=AUTO,
         callback=_gpu,
         metavar="[WAY|N]",
         help="Slots on a GPU, needs --engine: auto (or the number of a GPU), upload, split or static; with --stock all, "
@@ -125,7 +133,7 @@ def _gathered(given: dict[str, Any]) -> RunOptions:
         checks=not given.pop("no_checksums"),
         prefetches=not given.pop("no_prefetch"),
         engine=given.pop("engine"),
-        gpu="auto" if gpu is not None and gpu.isdigit() else gpu,
+        gpu=AUTO if gpu is not None and gpu.isdigit() else gpu,
         gpu_number=number,
         vram_bytes=vram_bytes,
     )

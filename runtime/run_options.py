@@ -8,6 +8,11 @@ from pathlib import Path
 DEFAULT_POLICY = "lfu-decay:0.98"
 DEFAULT_CONTEXT = 4096
 DEFAULT_UBATCH = 512
+AUTO = "auto"
+POOL_WAYS = (AUTO, "upload", "split", "static")
+"""Ways to use a GPU with a bundle; `auto` tries the others."""
+STOCK_WAYS = {"all": "gpu", "cpu-moe": "cpu", "cache": "cache"}
+"""Stock llama.cpp's ways to use a GPU, and where its experts are then."""
 
 
 @dataclass(frozen=True, slots=True)

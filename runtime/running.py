@@ -22,7 +22,7 @@ from bel.runtime.engine import Engine, Model
 from bel.runtime.first_check import check_dense, check_tails
 from bel.runtime.free_memory import free_bytes
 from bel.runtime.policies import parse_policy
-from bel.runtime.run_options import DEFAULT_CONTEXT, RunOptions
+from bel.runtime.run_options import DEFAULT_CONTEXT, POOL_WAYS, STOCK_WAYS, RunOptions
 from bel.runtime.slot_budget import TooLittleMemory
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from bel.runtime.gpu_running import GpuRun
     from bel.runtime.stock_gpu import StockGpuRun
 
-STOCK_WAYS = {"all": "gpu", "cpu-moe": "cpu", "cache": "cache"}
-"""Stock llama.cpp's ways to use a GPU, and where its experts are then."""
 TRIED_CONTEXT, TRIAL_CONTEXT = 1 << 16, 1024
 """A longer context is tried with a short one first, to see what a position costs."""
 RESERVE_SHARE, RESERVE_BYTES, MOST_RESERVE_SHARE = 0.1, 256 * MIB, 0.25
@@ -136,7 +134,7 @@ def _open_stock_gpu(options: RunOptions, sizes: Callable[[Model], ContextOptions
 @contextlib.contextmanager
 def _open_gpu(options: RunOptions, sizes: Callable[[Model], ContextOptions], inner: Observer | None) -> Iterator[Running]:
     """A bundle with its slots on a GPU."""
-    from bel.runtime.gpu_running import POOL_WAYS, open_gpu
+    from bel.runtime.gpu_running import open_gpu
 
     if inner is not None:
         raise UsageError("nothing can look into a run with --gpu: its callback is machine code", hint="Leave --gpu out")

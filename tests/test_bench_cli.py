@@ -141,6 +141,7 @@ def test_costs_of_a_run_give_its_time_back(bundle: Path, tmp_path: Path, capsys:
 def test_costs_need_a_bundle_and_a_file(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Said before anything is measured."""
     assert failed(capsys, MODEL, "--stock", "--costs", tmp_path / "x", *FEW)[0] == 2
+    assert failed(capsys, bundle, "--gpu", "--costs", tmp_path / "x", *FEW)[0] == 2
     status, message = failed(capsys, bundle, "--costs", tmp_path / "x", *FEW)
     assert status == 3
     assert "bel-profile bandwidth" in message
