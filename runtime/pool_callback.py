@@ -125,20 +125,19 @@ def _point(root: Any, i: int, layer: Any, parts: Any, is_staged: bool) -> None:
 
 
 @compiled
-def _host(layer: Any, expert: int) -> int:
-    """Where an expert's blob stands in host memory."""
+def _host(layer: Any, parts: Any, p: int, expert: int) -> int:
+    """Where a part of an expert stands in host memory."""
     index = words(layer[at.HOST_INDEX], layer[at.N_EXPERT])[expert]
-    return int(layer[at.HOST_FIRST] + index * layer[at.HOST_STRIDE])
+    return int(parts[p, at.HOST_AT] + index * parts[p, at.HOST_STRIDE])
 
 
 @compiled
 def _upload(root: Any, i: int, layer: Any, parts: Any, ask: Any, loads: int, counts: Any) -> None:
     for n in range(loads):
         expert, slot = ask[LOAD, n], ask[TO, n]
-        address = _host(layer, expert)
         for p in range(at.N_PARTS):
             size = parts[p, at.STRIDE]
-            _put(root, address + parts[p, at.BLOB_OFFSET], parts[p, at.SLOTS_AT] + slot * size, size)
+            _put(root, _host(layer, parts, p, expert), parts[p, at.SLOTS_AT] + slot * size, size)
             counts[UPLOADED_BYTES] += size
         _put_biases(root, i, layer, expert, slot)
 
@@ -147,7 +146,6 @@ def _upload(root: Any, i: int, layer: Any, parts: Any, ask: Any, loads: int, cou
 def _stage(root: Any, i: int, layer: Any, parts: Any, ask: Any, distinct: int, loads: int, counts: Any) -> None:
     for n in range(distinct):
         expert, slot = ask[DISTINCT, n], ask[STOOD, n]
-        address = _host(layer, expert)
         for p in range(at.N_PARTS):
             size = parts[p, at.STRIDE]
             target = parts[p, at.STAGE_AT] + expert * size
@@ -155,7 +153,7 @@ def _stage(root: Any, i: int, layer: Any, parts: Any, ask: Any, distinct: int, l
                 _move(root, parts[p, at.SLOTS_AT] + slot * size, target, size)
                 counts[MOVED_BYTES] += size
             else:
-                _put(root, address + parts[p, at.BLOB_OFFSET], target, size)
+                _put(root, _host(layer, parts, p, expert), target, size)
                 counts[STAGED_BYTES] += size
     _arrive(root)
     for n in range(loads):

@@ -88,10 +88,11 @@ class CpuExperts:
         self.outputs.append(self._rooms["down bias" if "down" in biases else "down"])
 
     def _stack(self, context: Any, i: int, graph: LayerGraph, role: str) -> Any:
-        part, stride = graph.part(role), self._hosts.strides[i]
+        part = graph.part(role)
+        room = self._hosts.parts[i][part.number]
         tensor = self._lib.ggml_new_tensor_3d(context, part.type_id, *part.ne, graph.n_expert)
-        tensor.data = self._ffi.cast("void *", self._hosts.bases[i] + part.offset_bytes)
-        tensor.nb[2], tensor.nb[3] = stride, stride * graph.n_expert
+        tensor.data = self._ffi.cast("void *", room.base)
+        tensor.nb[2], tensor.nb[3] = room.stride_bytes, room.stride_bytes * graph.n_expert
         return tensor
 
     def _graph(self, context: Any, graph: LayerGraph, stacks: dict[str, Any], biases: dict[str, Any], count: int) -> int:

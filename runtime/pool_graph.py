@@ -29,9 +29,11 @@ SCRATCH_SPARE_BYTES = 1 << 16  # what a device's kernel may read behind a row
 
 @dataclass(frozen=True, slots=True)
 class PartGraph:
-    """One projection of a layer's experts: the address of its weight's tensor, and the parameters of its product."""
+    """One projection of a layer's experts: its number among the parts of a blob, the address of its weight's tensor, and the
+    parameters of its product."""
 
     role: str
+    number: int
     weight: int
     type_id: int
     ne: tuple[int, int]
@@ -136,6 +138,7 @@ class GraphLearner:
         graph.parts.append(
             PartGraph(
                 part.role,
+                layer.parts.index(part),
                 weight.identity,
                 weight.type_id,
                 weight.ne[:2],

@@ -1,37 +1,42 @@
-"""The experts in host memory, from which the slots are filled and missing experts computed."""
+"""Experts in host memory, from which the slots are filled and missing experts computed."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from bel.formats.bundle import Bundle
 from bel.formats.errors import MachineError
-from bel.formats.experts_file import PAGE_BYTES, BlobPart, LayerLayout
+from bel.formats.experts_file import PAGE_BYTES, LayerLayout
 from bel.formats.units import align_up, format_bytes
 from bel.runtime.file_watch import FileWatch
-from bel.runtime.pager import FIRST, REST, Load, Pager
+from bel.runtime.pager import Pager
 from bel.runtime.pool_home import Home
 from bel.runtime.readers import open_reader
 
-_READ_BYTES = 64 << 20
-"""Blobs of about so many bytes are read at once."""
+
+@dataclass(frozen=True, slots=True)
+class PartRoom:
+    """A projection of all experts of a layer: that of number n begins at `base + n * stride_bytes`."""
+
+    base: int
+    stride_bytes: int
 
 
 class HostExperts:
-    """Room for experts of `layers` in memory that the home copies from fast; `read_experts` fills it.
+    """Memory that the home copies from fast, `size_bytes` from `address` on, a page's beginning.
 
-    Layer i has room for `counts[i]` blobs, one behind the other, `strides[i]` bytes apart from `bases[i]` on: expert e is blob
-    number `index(i, e)`.  `extra_bytes` stand at `extra`.  Close it once nothing reads it any more.
+    `parts[i][p]` is where projection p of layer i stands, in the order of the layer's blobs; expert e is number `index(i, e)`
+    there.  Close it once nothing reads it any more.
     """
 
-    def __init__(self, home: Home, layers: Sequence[LayerLayout], counts: Sequence[int], *, extra_bytes: int = 0) -> None:
+    def __init__(self, home: Home, layers: Sequence[LayerLayout], size_bytes: int) -> None:
         self._home = home
         self.layers = tuple(layers)
-        self.strides = [layer.stride_bytes for layer in layers]
-        sizes = _sizes(layers, counts)
-        self.size_bytes = room_bytes(layers, counts) + extra_bytes
+        self.parts: list[list[PartRoom]] = []
+        self.size_bytes = size_bytes + PAGE_BYTES  # a buffer need not begin with a page
         abi = home.abi
         kind = home.host_kind if home.host_kind is not None else abi.lib.ggml_backend_cpu_buffer_type()
         self._buffer: Any = abi.lib.ggml_backend_buft_alloc_buffer(kind, self.size_bytes)
@@ -40,62 +45,28 @@ class HostExperts:
         view = abi.ffi.cast("struct buffer *", self._buffer)
         self.is_pinned = home.host_kind is not None and view.type == home.host_kind
         """Whether the home copies from it by itself.  A device's library takes common memory where it gets no other."""
-        start = align_up(abi.number(abi.lib.ggml_backend_buffer_get_base(self._buffer)), PAGE_BYTES)
-        self.bases = [start + sum(sizes[:i]) for i in range(len(sizes))]
-        self.extra = start + sum(sizes)
+        self.address = align_up(abi.number(abi.lib.ggml_backend_buffer_get_base(self._buffer)), PAGE_BYTES)
+
+    @property
+    def buffer(self) -> int:
+        """The address of the `ggml_backend_buffer`."""
+        return self._home.abi.number(self._buffer)
 
     def index(self, i: int, expert: int) -> int:
-        """Number of an expert's blob in its layer's memory."""
+        """Number of an expert in its layer's memory."""
         del i
         return expert
 
-    def address(self, i: int, expert: int, part: BlobPart | None = None) -> int:
-        """Where an expert of layer i, or a part of it, stands in this process."""
-        offset = 0 if part is None else part.offset_bytes
-        return self.bases[i] + self.index(i, expert) * self.strides[i] + offset
+    def addresses(self, i: int, expert: int) -> list[int]:
+        """Where each part of an expert of layer i stands in this process."""
+        number = self.index(i, expert)
+        return [part.base + number * part.stride_bytes for part in self.parts[i]]
 
     def close(self) -> None:
         """Give the memory back.  A second call does nothing."""
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
             self._home.abi.lib.ggml_backend_buffer_free(buffer)
-
-
-def room_bytes(layers: Sequence[LayerLayout], counts: Sequence[int]) -> int:
-    """Bytes of the room for so many experts of each layer."""
-    return sum(_sizes(layers, counts)) + PAGE_BYTES  # a buffer need not begin with a page
-
-
-def _sizes(layers: Sequence[LayerLayout], counts: Sequence[int]) -> list[int]:
-    """Kernels read a little behind the last expert of a layer."""
-    return [align_up(x.stride_bytes * count, PAGE_BYTES) + PAGE_BYTES for x, count in zip(layers, counts, strict=True)]
-
-
-def read_experts(
-    home: Home, bundle: Bundle, places: Sequence[int], *, reader: str = "auto", checks: bool = True
-) -> HostExperts:
-    """All experts of the layers at `places` of a bundle, read once."""
-    layers = [bundle.manifest.layers[place] for place in places]
-    hosts = HostExperts(home, layers, [layer.n_expert for layer in layers])
-    try:
-        with bundle_pager(bundle, reader, checks) as pager:
-            for i, place in enumerate(places):
-                _read_layer(hosts, pager, i, place)
-    except BaseException:
-        hosts.close()
-        raise
-    return hosts
-
-
-def _read_layer(hosts: HostExperts, pager: Pager, i: int, place: int) -> None:
-    layer = hosts.layers[i]
-    step = max(1, _READ_BYTES // layer.stride_bytes)
-    for first in range(0, layer.n_expert, step):
-        experts = range(first, min(first + step, layer.n_expert))
-        loads = [Load(place, expert, hosts.address(i, expert)) for expert in experts]
-        for half in (FIRST, REST) if pager.has_rest(place) else (FIRST,):
-            pager.finish(pager.start(loads, half))
-            pager.check(loads, half)
 
 
 @contextlib.contextmanager

@@ -26,13 +26,14 @@ from bel.runtime.pool_counters import PoolCounters
 from bel.runtime.pool_experts import CpuExperts
 from bel.runtime.pool_graph import ARCHITECTURES, GraphLearner, LayerGraph, scratch_bytes
 from bel.runtime.pool_home import Home
-from bel.runtime.pool_hosts import HostExperts, read_experts
+from bel.runtime.pool_hosts import HostExperts
 from bel.runtime.pool_layers import LayerSlots, layer_slots
 from bel.runtime.pool_native import NativePool
 from bel.runtime.pool_observer import PoolObserver
 from bel.runtime.pool_options import MODES, PoolOptions, check_options, host_counts, slot_counts
 from bel.runtime.pool_parts import PoolParts
 from bel.runtime.pool_self_test import self_test
+from bel.runtime.pool_stacks import read_experts
 from bel.runtime.pool_step import SPLIT, UPLOAD
 from bel.runtime.pool_tiers import HostTier, make_tier
 from bel.runtime.pool_tiers_hosts import TierHosts

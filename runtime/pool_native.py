@@ -60,7 +60,7 @@ class NativePool:
         self._fill_home(parts.memory, parts.counters)
         for i, (graph, layer) in enumerate(zip(parts.graphs, parts.layers, strict=True)):
             self._fill_layer(i, graph, layer, parts.hosts)
-        self._fill_parts(parts.memory)
+        self._fill_parts(parts.memory, parts.hosts)
         self._fill_names()
         self._fill_room(parts.layers, n_rows + _SPARE_ROWS)
         self.root[at.MODE], self.root[at.SPIN_NS] = parts.mode, 1000 * spin_us
@@ -105,17 +105,18 @@ class NativePool:
         row[at.INTS], row[at.COLUMNS], row[at.REALS] = self._keep(cache.ints), cache.ints.shape[1], self._keep(cache.reals)
         row[at.TABLE], row[at.TABLE_COLUMNS] = self._keep(layer.table), layer.table.shape[1]
         row[at.ASK], row[at.ROW_ROOM] = self._keep(layer.ask), self._keep(layer.row)
-        row[at.HOST_FIRST], row[at.HOST_STRIDE] = hosts.bases[i], hosts.strides[i]
         row[at.HOST_INDEX] = self._keep(np.array([hosts.index(i, e) for e in range(layer.n_expert)], np.int64))
         row[at.ROW_BYTES] = 4 * graph.part("gate").ne[0]
 
-    def _fill_parts(self, memory: SlotMemory) -> None:
+    def _fill_parts(self, memory: SlotMemory, hosts: HostExperts) -> None:
         parts: Ints = np.zeros((self._n, at.N_PARTS, at.PART), np.int64)
         biases: Ints = np.zeros((self._n, at.N_PARTS, at.BIAS), np.int64)
         for i in range(self._n):
             for p, place in enumerate(memory.parts[i]):
                 part = place.part
-                parts[i, p] = (part.weight, part.stride_bytes, part.offset_bytes, place.slots_bytes, place.stage_bytes)
+                room = hosts.parts[i][part.number]
+                host = (room.base, room.stride_bytes)
+                parts[i, p] = (part.weight, part.stride_bytes, *host, place.slots_bytes, place.stage_bytes)
             for b, bias in enumerate(memory.biases[i]):
                 known = bias.bias
                 biases[i, b] = (known.tensor, known.data, known.stride_bytes, bias.slots_bytes, self._keep(bias.rows))

@@ -75,20 +75,18 @@ ROOT_SIZE = 49
     SERVED,
     TOPK_NODE,
     INPUT_NODE,
-    HOST_FIRST,
-    HOST_STRIDE,
     HOST_INDEX,
     N_BIASES,
     GRAPHS,
     CPU_ROWS,
     ROW_BYTES,
     ABSENT_NOW,
-) = range(21)
-LAYER = 21
+) = range(19)
+LAYER = 19
 
 # Part.
-WEIGHT, STRIDE, BLOB_OFFSET, SLOTS_AT, STAGE_AT = range(5)
-PART = 5
+WEIGHT, STRIDE, HOST_AT, HOST_STRIDE, SLOTS_AT, STAGE_AT = range(6)
+PART = 6
 N_PARTS = 3
 
 # Bias.

@@ -182,7 +182,7 @@ class TierMover:
             COLD: plan.cold,
             DEMOTED: len(plan.demoted),
             SPARED: plan.spared,
-            NVME_BYTES: len(plan.from_nvme) * self._hosts.strides[i],
+            NVME_BYTES: len(plan.from_nvme) * self._hosts.layers[i].stride_bytes,
         }
         for what, count in counts.items():
             self._counters.add(what, count)

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from bel.formats.bundle import Bundle
 from bel.formats.errors import BelError
-from bel.formats.experts_file import BlobPart, LayerLayout
+from bel.formats.experts_file import PAGE_BYTES, LayerLayout
+from bel.formats.units import align_up
 from bel.runtime.pager import FIRST, REST, Load, Pager
 from bel.runtime.pool_home import Home
-from bel.runtime.pool_hosts import HostExperts, bundle_pager, room_bytes
+from bel.runtime.pool_hosts import HostExperts, PartRoom, bundle_pager
 
 MIN_READS = 8
 """So many blobs are read at once, or a token's top-k: enough to keep a disk busy."""
@@ -29,7 +30,11 @@ def bounce_bytes(layers: Sequence[LayerLayout]) -> int:
 
 def tier_bytes(layers: Sequence[LayerLayout], counts: Sequence[int]) -> int:
     """Bytes of host memory for so many experts of each layer, and for reads."""
-    return room_bytes(layers, counts) + bounce_bytes(layers)
+    return sum(_slots_bytes(layers, counts)) + PAGE_BYTES + bounce_bytes(layers)
+
+
+def _slots_bytes(layers: Sequence[LayerLayout], counts: Sequence[int]) -> list[int]:
+    return [align_up(x.stride_bytes * count, PAGE_BYTES) for x, count in zip(layers, counts, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +64,16 @@ class TierHosts(HostExperts):
     ) -> None:
         layers = [bundle.manifest.layers[place] for place in places]
         self.n_reads, self.bounce_bytes = read_count(layers), bounce_bytes(layers)
-        super().__init__(home, layers, counts, extra_bytes=self.bounce_bytes)
+        sizes = _slots_bytes(layers, counts)
+        super().__init__(home, layers, sum(sizes) + self.bounce_bytes)
+        self._bases = [self.address + sum(sizes[:i]) for i in range(len(sizes))]
+        self.parts = [
+            [PartRoom(base + part.offset_bytes, layer.stride_bytes) for part in layer.parts]
+            for base, layer in zip(self._bases, layers, strict=True)
+        ]
         self.counts, self._places = tuple(counts), places
-        self._blob_bytes = max(self.strides)
+        self._rooms_at = self.address + sum(sizes)
+        self._blob_bytes = max(layer.stride_bytes for layer in layers)
         self._standing: dict[tuple[int, int], int] = {}
         self._asked = 0
         self._open = contextlib.ExitStack()
@@ -73,11 +85,11 @@ class TierHosts(HostExperts):
 
     def slot(self, i: int, ram_slot: int) -> int:
         """Address of a slot of layer i."""
-        return self.bases[i] + ram_slot * self.strides[i]
+        return self._bases[i] + ram_slot * self.layers[i].stride_bytes
 
     def bounce(self, number: int) -> int:
         """Address of one of the 2 * `n_reads` blobs' room for reads."""
-        return self.extra + number * self._blob_bytes
+        return self._rooms_at + number * self._blob_bytes
 
     def stand(self, i: int, expert: int, address: int) -> None:
         """From now on the expert's address is this one."""
@@ -87,14 +99,15 @@ class TierHosts(HostExperts):
         """No expert stands anywhere."""
         self._standing.clear()
 
-    def address(self, i: int, expert: int, part: BlobPart | None = None) -> int:
-        """Where an expert stands.  One that stands nowhere is read, and stays until as many more as there is room for were."""
+    def addresses(self, i: int, expert: int) -> list[int]:
+        """Where an expert's parts stand.  One that stands nowhere is read, and stays until as many more as there is room for
+        were."""
         address = self._standing.get((i, expert))
         if address is None:
             address = self.bounce(self._asked % (2 * self.n_reads))
             self._asked += 1
             self.finish(self.start(i, [(expert, address)]))
-        return address + (0 if part is None else part.offset_bytes)
+        return [address + part.offset_bytes for part in self.layers[i].parts]
 
     def start(self, i: int, reads: Sequence[tuple[int, int]]) -> Reading:
         """Begin to read experts of layer i, each (expert, address), all at once."""

@@ -163,10 +163,10 @@ class SlotMemory:
     def upload(self, i: int, expert: int, slot: int) -> int:
         """Begin to copy an expert of layer i from host memory into a slot.  Returns the bytes."""
         size = 0
-        address = self._hosts.address(i, expert)
+        addresses = self._hosts.addresses(i, expert)
         for place in self.parts[i]:
             part = place.part
-            self._set(address + part.offset_bytes, place.slots_bytes + slot * part.stride_bytes, part.stride_bytes)
+            self._set(addresses[part.number], place.slots_bytes + slot * part.stride_bytes, part.stride_bytes)
             size += part.stride_bytes
         self._upload_biases(i, expert, slot)
         return size
@@ -178,10 +178,10 @@ class SlotMemory:
 
     def stage(self, i: int, expert: int) -> int:
         """Begin to copy an expert of layer i from host memory to its place on the stage.  Returns the bytes."""
-        address = self._hosts.address(i, expert)
+        addresses = self._hosts.addresses(i, expert)
         for place in self.parts[i]:
             part = place.part
-            self._set(address + part.offset_bytes, place.stage_bytes + expert * part.stride_bytes, part.stride_bytes)
+            self._set(addresses[part.number], place.stage_bytes + expert * part.stride_bytes, part.stride_bytes)
         return sum(place.part.stride_bytes for place in self.parts[i])
 
     def stage_slot(self, i: int, expert: int, slot: int) -> None:
