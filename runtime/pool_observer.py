@@ -16,6 +16,7 @@ from bel.runtime.pool_counters import (
 from bel.runtime.pool_counters import (
     ACCESSES,
     CALLS,
+    IN_PLACE,
     MISSED,
     MOVED_BYTES,
     STAGE_CALLS,
@@ -24,7 +25,7 @@ from bel.runtime.pool_counters import (
     WAIT_NS,
 )
 from bel.runtime.pool_parts import PoolParts
-from bel.runtime.pool_step import ABSENT, DISTINCT, LOAD, RANK, ROW, STOOD, TO, plan_call
+from bel.runtime.pool_step import ABSENT, DISTINCT, HELD, IS_HELD, LOAD, RANK, ROW, STOOD, TO, plan_call
 from bel.runtime.slot_memory import SLOT, STAGE
 from bel.runtime.tensor import Tensor
 
@@ -113,8 +114,11 @@ class PoolObserver:
 
     def _upload(self, i: int, loads: int) -> None:
         ask = self._layers[i].ask
-        for expert, slot in zip(ask[LOAD, :loads].tolist(), ask[TO, :loads].tolist(), strict=True):
-            self._add(UPLOADED_BYTES, self._memory.upload(i, expert, slot))
+        for expert, slot, held in ask[[LOAD, TO, HELD], :loads].T.tolist():
+            if held & IS_HELD:
+                self._add(IN_PLACE, 1)
+            else:
+                self._add(UPLOADED_BYTES, self._memory.upload(i, expert, slot))
 
     def _stage(self, i: int, distinct: int, loads: int) -> None:
         ask = self._layers[i].ask
@@ -126,9 +130,10 @@ class PoolObserver:
             else:
                 self._add(STAGED_BYTES, self._memory.stage(i, expert))
         self._memory.wait()
-        for expert, slot in zip(ask[LOAD, :loads].tolist(), ask[TO, :loads].tolist(), strict=True):
-            self._memory.keep(i, expert, slot)
-            self._add(MOVED_BYTES, size)
+        for expert, slot, held in ask[[LOAD, TO, HELD], :loads].T.tolist():
+            if not held & IS_HELD:
+                self._memory.keep(i, expert, slot)
+                self._add(MOVED_BYTES, size)
 
     def _read_input(self, i: int) -> None:
         assert self._cpu is not None, "only then is an expert absent"
