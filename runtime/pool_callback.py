@@ -14,7 +14,7 @@ from numba.np.numpy_support import carray
 from bel.runtime import pool_rows as at
 from bel.runtime.cache_rows import INT_ROWS, REAL_ROWS
 from bel.runtime.pool_ahead import request, settle
-from bel.runtime.pool_copies import let_wait, point, stage, upload
+from bel.runtime.pool_copies import begin_stage, let_wait, point, stage, upload
 from bel.runtime.pool_counters import (
     ABSENT as N_ABSENT,
 )
@@ -26,7 +26,7 @@ from bel.runtime.pool_counters import (
     STAGE_CALLS,
     WAIT_NS,
 )
-from bel.runtime.pool_step import ABSENT, ASK_ROWS, RANK, ROW, TABLE_ROWS, plan_call
+from bel.runtime.pool_step import ABSENT, ASK_ROWS, RANK, ROW, TABLE_ROWS, plan_call, takes_nearly_all
 from bel.runtime.pool_words import call, compiled, load, now, pointer, store, table, words
 
 _TYPE_I32 = 26
@@ -160,11 +160,13 @@ def _serve(root: Any, i: int, layer: Any) -> int:
     if absent > 0:  # first, so that the CPU works while the rest is done
         _request(root, i, layer, ask, absent)
     is_staged = rows > 1
+    begun = root[at.STAGE_BEGUN] == i
+    root[at.STAGE_BEGUN] = -1
     if is_staged != (layer[at.IS_STAGED] != 0):
         point(root, i, layer, parts, is_staged)
     if is_staged:
         counts[STAGE_CALLS] += 1
-        stage(root, i, layer, parts, ask, distinct, loads, counts)
+        stage(root, i, layer, parts, ask, distinct, loads, begun, counts)
     else:
         copies = upload(root, i, layer, parts, ask, loads, counts)
         _name_slots(root, i, node, top_k, ask)
@@ -206,6 +208,23 @@ def _add_rows(root: Any, i: int, layer: Any, output: int) -> int:
 
 
 @compiled
+def _stops_behind(root: Any, i: int, layer: Any, rows: int) -> int:
+    """Whether to stop behind the products of a layer: for rows of the CPU's, or to fill the next layer's stage early."""
+    if rows == 1:
+        return 1 if root[at.HAS_CPU] != 0 else 0
+    return 1 if i + 1 < root[at.N_LAYERS] and takes_nearly_all(rows, layer[at.TOP_K], layer[at.N_EXPERT]) else 0
+
+
+@compiled
+def _leave(root: Any, i: int, layer: Any, output: int) -> int:
+    """Behind the products of a layer, `output`.  Returns 0 for an error."""
+    if words(output + root[at.AT_NE], 4)[2] == 1:
+        return _add_rows(root, i, layer, output)
+    begin_stage(root, i + 1, table(root[at.COUNTS], 2, N_COUNTS)[words(root[at.PHASE], 1)[0]])
+    return 1
+
+
+@compiled
 def handle(node: int, is_ask: int, user_data: int) -> int:
     """A `ggml_backend_sched_eval_callback` in numbers."""
     root = words(user_data, at.ROOT_SIZE)
@@ -225,6 +244,6 @@ def handle(node: int, is_ask: int, user_data: int) -> int:
         elif what == at.ROUTER_NAME:
             return 1
         else:
-            return 1 if root[at.HAS_CPU] != 0 and words(node + root[at.AT_NE], 4)[2] == 1 else 0
+            return _stops_behind(root, i, layer, words(node + root[at.AT_NE], 4)[2])
         return 0
-    return _serve(root, i, layer) if what == at.ROUTER_NAME else _add_rows(root, i, layer, node)
+    return _serve(root, i, layer) if what == at.ROUTER_NAME else _leave(root, i, layer, node)

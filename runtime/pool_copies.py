@@ -6,7 +6,7 @@ from typing import Any
 
 from bel.runtime import pool_rows as at
 from bel.runtime.pool_counters import IN_PLACE, MOVED_BYTES, STAGED_BYTES, UPLOADED_BYTES
-from bel.runtime.pool_step import DISTINCT, HELD, IS_EARLY, IS_HELD, LOAD, STOOD, TO
+from bel.runtime.pool_step import DISTINCT, HELD, IS_EARLY, IS_HELD, LOAD, SLOT_OF, STOOD, TABLE_ROWS, TO
 from bel.runtime.pool_words import call, compiled, table, words
 
 
@@ -120,19 +120,41 @@ def upload(root: Any, i: int, layer: Any, parts: Any, ask: Any, loads: int, coun
 
 
 @compiled
-def stage(root: Any, i: int, layer: Any, parts: Any, ask: Any, distinct: int, loads: int, counts: Any) -> None:
-    """Bring the experts of a call of many rows to the stage, and from there those that are to stay into their slots."""
+def _put_on_stage(root: Any, layer: Any, parts: Any, expert: int, counts: Any) -> None:
+    for p in range(at.N_PARTS):
+        size = parts[p, at.STRIDE]
+        put(root, host_address(layer, parts, p, expert), parts[p, at.STAGE_AT] + expert * size, size)
+        counts[STAGED_BYTES] += size
+
+
+@compiled
+def begin_stage(root: Any, i: int, counts: Any) -> None:
+    """Begin to bring all experts of layer i that have no slot to the stage, which no layer reads any more."""
+    layer = words(root[at.LAYERS] + 8 * i * at.LAYER, at.LAYER)
+    parts = table(root[at.PARTS] + 8 * i * at.N_PARTS * at.PART, at.N_PARTS, at.PART)
+    slots = table(layer[at.TABLE], TABLE_ROWS, layer[at.TABLE_COLUMNS])
+    for expert in range(layer[at.N_EXPERT]):
+        if slots[SLOT_OF, expert] < 0:
+            _put_on_stage(root, layer, parts, expert, counts)
+    root[at.STAGE_BEGUN] = i
+
+
+@compiled
+def stage(root: Any, i: int, layer: Any, parts: Any, ask: Any, distinct: int, loads: int, begun: bool, counts: Any) -> None:
+    """Bring the experts of a call of many rows to the stage, and from there those that are to stay into their slots.
+
+    `begun`: those without a slot are on their way already.
+    """
     for n in range(distinct):
         expert, slot = ask[DISTINCT, n], ask[STOOD, n]
+        if slot < 0:
+            if not begun:
+                _put_on_stage(root, layer, parts, expert, counts)
+            continue
         for p in range(at.N_PARTS):
             size = parts[p, at.STRIDE]
-            target = parts[p, at.STAGE_AT] + expert * size
-            if slot >= 0:
-                _move(root, parts[p, at.SLOTS_AT] + slot * size, target, size)
-                counts[MOVED_BYTES] += size
-            else:
-                put(root, host_address(layer, parts, p, expert), target, size)
-                counts[STAGED_BYTES] += size
+            _move(root, parts[p, at.SLOTS_AT] + slot * size, parts[p, at.STAGE_AT] + expert * size, size)
+            counts[MOVED_BYTES] += size
     gather(root)
     for n in range(loads):
         expert, slot = ask[LOAD, n], ask[TO, n]

@@ -86,6 +86,7 @@ class NativePool:
         self._fill_parts(parts.memory, parts.hosts)
         self._fill_names()
         scores = self._fill_room(parts.layers, n_rows)
+        self.root[at.STAGE_BEGUN] = -1
         self._fill_events()
         self._fill_ahead(library, scores, looks_ahead)
         self.root[at.MODE], self.root[at.SPIN_NS] = parts.mode, 1000 * spin_us

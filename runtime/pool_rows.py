@@ -67,8 +67,9 @@ from __future__ import annotations
     AT_VIEW_SRC,
     AT_VIEW_OFFS,
     AHEAD,
-) = range(59)
-ROOT_SIZE = 59
+    STAGE_BEGUN,
+) = range(60)
+ROOT_SIZE = 60
 
 # Layer.
 (

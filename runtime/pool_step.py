@@ -48,6 +48,9 @@ ASK_ROWS = 8
 IS_HELD, IS_EARLY = 1, 2
 """Of a slot that an expert gets: it has the bytes already; some were begun to be brought to it while it was free."""
 
+STAGE_PICKS = 4
+"""A call with so many times as many picks as there are experts takes nearly all: e^-4 of them, one in fifty, it does not."""
+
 _ROUNDING = 1e-9  # of a share such as 0.3: 10 misses of it are 3
 
 
@@ -58,6 +61,12 @@ def slot_table(n_expert: int, n_slots: int) -> Ints:
     table[NUMBER] = 0
     table[NUMBER, N_FREE] = n_slots
     return table
+
+
+@compiled_if_possible
+def takes_nearly_all(rows: int, top_k: int, n_expert: int) -> bool:
+    """Whether the stage may be filled before a call of so many rows has chosen."""
+    return rows > 1 and rows * top_k >= STAGE_PICKS * n_expert
 
 
 @compiled_if_possible
