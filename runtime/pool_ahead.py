@@ -1,8 +1,9 @@
-"""Bringing experts to free slots ahead of their use: the request, the thread that answers it, and its end, in compiled code.
+"""Bringing experts to the stage ahead of their use: the request, the thread that answers it, and its end, in compiled code.
 
 One request is open at a time.  Behind a layer's choice the callback asks for the next layer's experts; a thread of its own has
-the guess computed, and brings the likeliest that are missing while the home computes the layer.  The callback takes back what
-was not begun when the next layer's choice is there, so the slots of a layer have one writer at any time.
+the guess computed, and brings the likeliest that are missing to the stage, which single tokens do not need otherwise, while the
+home computes the layer.  Behind the next layer's choice the callback takes back what was not begun, and has those that were
+chosen copied from the stage to their slots.  The policy knows nothing of it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from bel.runtime import guess_gate
 from bel.runtime import pool_rows as at
 from bel.runtime.pool_copies import host_address
 from bel.runtime.pool_counters import AHEAD_BYTES
-from bel.runtime.pool_step import CONTENT, EARLY, FREE, N_FREE, NUMBER, SLOT_OF, TABLE_ROWS, place_held
+from bel.runtime.pool_step import AHEAD, SLOT_OF, TABLE_ROWS
 from bel.runtime.pool_words import call, compiled, load, now, pointer, store, swap, table, words
 
 
@@ -27,46 +28,59 @@ def _state(root: Any) -> int:
 
 
 @compiled
-def settle(root: Any, i: int, parts: Any, ids: Any, counts: Any) -> None:
-    """Before a call of layer i, `ids` (rows, top_k), is served: from here on nobody else looks at its slots."""
+def settle(root: Any, i: int, slots: Any, parts: Any, ids: Any, counts: Any) -> int:
+    """Before a call of layer i, `ids` (rows, top_k), is served: mark what was brought for it, `slots[AHEAD]`.
+
+    Returns how many marks there are.  Nobody brings anything any more until the next request.
+    """
     ahead, address = words(root[at.AHEAD], at.AHEAD_SIZE), _state(root)
     state = load(address)
     number = state - state % at.N_STATES
     if state == number + at.REQUESTED and swap(address, state, number + at.IDLE):
-        return
+        return 0
     while load(address) == number + at.CLAIMED:
         call(root[at.YIELD], 0, 0, 0, 0, 0)
     if load(address) != number + at.DONE_AHEAD:
-        return
+        return 0
     store(address, number + at.IDLE)
     brought = ahead[at.N_BROUGHT]
-    if brought == 0:
-        return
     for p in range(at.N_PARTS):
         counts[AHEAD_BYTES] += brought * parts[p, at.STRIDE]
     if ahead[at.FOR_LAYER] != i or len(ids) != 1:
-        return
+        return 0
     guesses = words(ahead[at.GUESSES], at.MOST_GUESSES)
     used = 0
     for n in range(brought):
+        slots[AHEAD, guesses[n]] = 1
         for rank in range(ids.shape[1]):
             if ids[0, rank] == guesses[n]:
                 used += 1
     guess_gate.count(words(ahead[at.GATE], 4), used, brought - used)
+    return int(brought)
 
 
 @compiled
-def request(root: Any, i: int, layer: Any) -> None:
-    """Behind a single row's choice in layer i: ask for the next layer's experts."""
+def offer(root: Any, i: int, layer: Any) -> bool:
+    """Behind a single row's choice in layer i: whether to ask for the next layer's experts.  Then its input is copied.
+
+    To be called before the graph's stream waits for anything: the guess would wait too.
+    """
     ahead = words(root[at.AHEAD], at.AHEAD_SIZE)
     if ahead[at.MOST_AHEAD] == 0 or i + 1 >= root[at.N_LAYERS] or words(ahead[at.GUESS_GRAPHS], root[at.N_LAYERS])[i] == 0:
-        return
+        return False
     if not guess_gate.is_open(words(ahead[at.GATE], 4)):
-        return
+        return False
     graph = root[at.GRAPH_BACKEND]
     call(root[at.COPY_ASYNC], graph, graph, layer[at.INPUT_NODE], ahead[at.INPUT_TENSOR], 0)
     if ahead[at.INPUT_EVENT] != 0:
         call(root[at.EVENT_RECORD], ahead[at.INPUT_EVENT], graph, 0, 0, 0)
+    return True
+
+
+@compiled
+def request(root: Any, i: int) -> None:
+    """Ask for the next layer's experts, from the input that was copied, once all copies of layer i were begun."""
+    ahead = words(root[at.AHEAD], at.AHEAD_SIZE)
     ahead[at.FOR_LAYER] = i + 1
     state = load(_state(root))
     store(_state(root), state - state % at.N_STATES + at.N_STATES + at.REQUESTED)
@@ -75,66 +89,40 @@ def request(root: Any, i: int, layer: Any) -> None:
 
 
 @compiled
-def _is_guessed(ahead: Any, guessed: int, expert: int) -> bool:
-    guesses = words(ahead[at.GUESSES], at.MOST_GUESSES)
-    found = False
-    for n in range(guessed):
-        found = found or guesses[n] == expert
-    return found
-
-
-@compiled
-def _fetch(root: Any, ahead: Any, i: int, layer: Any, expert: int, slot: int) -> None:
-    """Begin to bring an expert and its biases to a slot of layer i."""
+def _fetch(root: Any, ahead: Any, i: int, layer: Any, expert: int) -> None:
+    """Begin to bring an expert of layer i to the stage."""
     parts = table(root[at.PARTS] + 8 * i * at.N_PARTS * at.PART, at.N_PARTS, at.PART)
-    backend, home = ahead[at.FETCH_BACKEND], root[at.HOME_TENSOR]
     for p in range(at.N_PARTS):
         size = parts[p, at.STRIDE]
-        source = host_address(layer, parts, p, expert)
-        call(root[at.SET_ASYNC], backend, home, source, parts[p, at.SLOTS_AT] + slot * size, size)
-    biases = table(root[at.BIASES] + 8 * i * at.N_PARTS * at.BIAS, at.N_PARTS, at.BIAS)
-    for b in range(layer[at.N_BIASES]):
-        size = biases[b, at.BIAS_STRIDE]
-        target = biases[b, at.BIAS_SLOTS_AT] + slot * size
-        call(root[at.SET_ASYNC], backend, home, biases[b, at.BIAS_ROWS] + expert * size, target, size)
+        source, target = host_address(layer, parts, p, expert), parts[p, at.STAGE_AT] + expert * size
+        call(root[at.SET_ASYNC], ahead[at.FETCH_BACKEND], root[at.HOME_TENSOR], source, target, size)
 
 
 @compiled
 def bring(root: Any, ahead: Any, i: int) -> None:
-    """Begin to bring the likeliest missing experts of layer i to its free slots, likeliest first, as far as there are such."""
+    """Begin to bring the likeliest missing experts of layer i to the stage, likeliest first, of the top-k likeliest."""
     layer = words(root[at.LAYERS] + 8 * i * at.LAYER, at.LAYER)
     slots = table(layer[at.TABLE], TABLE_ROWS, layer[at.TABLE_COLUMNS])
     scores = carray(pointer(ahead[at.SCORES]), (layer[at.N_EXPERT],), np.float32)
     guesses = words(ahead[at.GUESSES], at.MOST_GUESSES)
-    free = slots[NUMBER, N_FREE]
-    most = min(ahead[at.MOST_AHEAD], free)
-    guessed, brought = 0, 0
+    if root[at.COPIED_EVENT] != 0:  # from the stage the layer before may still be copied to its slots
+        call(root[at.EVENT_WAIT], ahead[at.FETCH_BACKEND], root[at.COPIED_EVENT], 0, 0, 0)
+    brought = 0
     for _ in range(layer[at.TOP_K]):
         best = -1
         for expert in range(layer[at.N_EXPERT]):
             if scores[expert] > -np.inf and (best < 0 or scores[expert] > scores[best]):
                 best = expert
-        if best < 0 or guessed == most:
+        if best < 0 or brought == ahead[at.MOST_AHEAD]:
             break
         scores[best] = -np.inf
-        if slots[SLOT_OF, best] >= 0:
-            continue
-        if place_held(slots, best, free) < 0:
-            for place in range(free):
-                slot = slots[FREE, place]
-                if not _is_guessed(ahead, guessed, slots[CONTENT, slot]):
-                    slots[CONTENT, slot], slots[EARLY, slot] = best, 1
-                    _fetch(root, ahead, i, layer, best, slot)
-                    guesses[guessed] = guesses[brought]
-                    guesses[brought] = best
-                    brought += 1
-                    break
-        else:
-            guesses[guessed] = best
-        guessed += 1
+        if slots[SLOT_OF, best] < 0:
+            _fetch(root, ahead, i, layer, best)
+            guesses[brought] = best
+            brought += 1
     if brought > 0 and ahead[at.FETCHED_EVENT] != 0:
         call(root[at.EVENT_RECORD], ahead[at.FETCHED_EVENT], ahead[at.FETCH_BACKEND], 0, 0, 0)
-    ahead[at.N_GUESSED], ahead[at.N_BROUGHT] = guessed, brought
+    ahead[at.N_BROUGHT] = brought
 
 
 @compiled

@@ -13,7 +13,7 @@ from numba.np.numpy_support import carray
 
 from bel.runtime import pool_rows as at
 from bel.runtime.cache_rows import INT_ROWS, REAL_ROWS
-from bel.runtime.pool_ahead import request, settle
+from bel.runtime.pool_ahead import offer, request, settle
 from bel.runtime.pool_copies import begin_stage, let_wait, point, stage, upload
 from bel.runtime.pool_counters import (
     ABSENT as N_ABSENT,
@@ -26,7 +26,7 @@ from bel.runtime.pool_counters import (
     STAGE_CALLS,
     WAIT_NS,
 )
-from bel.runtime.pool_step import ABSENT, ASK_ROWS, RANK, ROW, TABLE_ROWS, plan_call, takes_nearly_all
+from bel.runtime.pool_step import ABSENT, AHEAD, ASK_ROWS, RANK, ROW, TABLE_ROWS, plan_call, takes_nearly_all
 from bel.runtime.pool_words import call, compiled, load, now, pointer, store, table, words
 
 _TYPE_I32 = 26
@@ -144,10 +144,10 @@ def _serve(root: Any, i: int, layer: Any) -> int:
             short[row, rank] = expert
     counts = table(root[at.COUNTS], 2, N_COUNTS)[words(root[at.PHASE], 1)[0]]
     parts = table(root[at.PARTS] + 8 * i * at.N_PARTS * at.PART, at.N_PARTS, at.PART)
-    settle(root, i, parts, short, counts)
+    slots = table(layer[at.TABLE], TABLE_ROWS, layer[at.TABLE_COLUMNS])
+    brought = settle(root, i, slots, parts, short, counts)
     ints = table(layer[at.INTS], INT_ROWS, layer[at.COLUMNS])
     reals = carray(pointer(layer[at.REALS]), (REAL_ROWS, layer[at.COLUMNS]), np.float64)
-    slots = table(layer[at.TABLE], TABLE_ROWS, layer[at.TABLE_COLUMNS])
     ask = table(layer[at.ASK], ASK_ROWS, n_expert)
     room = carray(pointer(layer[at.ROW_ROOM]), (top_k,), np.uint16)
     share = carray(pointer(root[at.SHARE]), (1,), np.float64)[0]
@@ -168,11 +168,15 @@ def _serve(root: Any, i: int, layer: Any) -> int:
         counts[STAGE_CALLS] += 1
         stage(root, i, layer, parts, ask, distinct, loads, begun, counts)
     else:
-        copies = upload(root, i, layer, parts, ask, loads, counts)
+        upload(root, i, layer, parts, ask, loads, counts)
         _name_slots(root, i, node, top_k, ask)
-        if copies > 0:
+        asks = offer(root, i, layer)
+        if loads > 0:
             let_wait(root)
-        request(root, i, layer)
+        if asks:
+            request(root, i)
+        if brought > 0:
+            slots[AHEAD, :] = 0
     return 1
 
 

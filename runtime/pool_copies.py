@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from bel.runtime import pool_rows as at
-from bel.runtime.pool_counters import IN_PLACE, MOVED_BYTES, STAGED_BYTES, UPLOADED_BYTES
-from bel.runtime.pool_step import DISTINCT, HELD, IS_EARLY, IS_HELD, LOAD, SLOT_OF, STOOD, TABLE_ROWS, TO
+from bel.runtime.pool_counters import IN_TIME, MOVED_BYTES, STAGED_BYTES, UPLOADED_BYTES
+from bel.runtime.pool_step import AHEAD, DISTINCT, LOAD, SLOT_OF, STOOD, TABLE_ROWS, TO
 from bel.runtime.pool_words import call, compiled, table, words
 
 
@@ -52,14 +52,13 @@ def let_follow_fetches(root: Any, waiting: int) -> None:
 
 
 @compiled
-def _move(root: Any, source: int, target: int, size: int) -> None:
-    """Copy within the home, from offset to offset."""
+def _move(root: Any, backend: int, source: int, target: int, size: int) -> None:
+    """Begin to copy within the home, from offset to offset."""
     for which in range(2):
         tensor = root[at.SOURCE_TENSOR + which]
         ne, nb = words(tensor + root[at.AT_NE], 1), words(tensor + root[at.AT_NB], 4)
         ne[0], nb[1], nb[2], nb[3] = size, size, size, size
         words(tensor + root[at.AT_DATA], 1)[0] = root[at.HOME_BASE] + (target if which else source)
-    backend = root[at.COPY_BACKEND]
     call(root[at.COPY_ASYNC], backend, backend, root[at.SOURCE_TENSOR], root[at.TARGET_TENSOR], 0)
 
 
@@ -92,39 +91,61 @@ def host_address(layer: Any, parts: Any, p: int, expert: int) -> int:
 
 
 @compiled
-def upload(root: Any, i: int, layer: Any, parts: Any, ask: Any, loads: int, counts: Any) -> int:
-    """Begin to bring the experts of a call of one row into their slots.  Returns how many."""
-    copies, follows = 0, False
+def _keep(root: Any, i: int, layer: Any, parts: Any, expert: int, slot: int, counts: Any) -> None:
+    """Copy an expert from the stage into a slot."""
+    for p in range(at.N_PARTS):
+        size = parts[p, at.STRIDE]
+        source = parts[p, at.STAGE_AT] + expert * size
+        _move(root, root[at.COPY_BACKEND], source, parts[p, at.SLOTS_AT] + slot * size, size)
+        counts[MOVED_BYTES] += size
+    put_biases(root, i, layer, expert, slot)
+
+
+@compiled
+def upload(root: Any, i: int, layer: Any, parts: Any, ask: Any, loads: int, counts: Any) -> None:
+    """Begin to bring the experts of a call of one row into their slots, those that were brought ahead from the stage."""
+    slots = table(layer[at.TABLE], TABLE_ROWS, layer[at.TABLE_COLUMNS])
+    ahead = 0
     for n in range(loads):
-        held = ask[HELD, n]
-        if held & IS_HELD:
-            counts[IN_PLACE] += 1
-            follows = True
-        else:
-            copies += 1
-            if held & IS_EARLY:  # a guess of something else may still be on its way to this slot
-                let_follow_fetches(root, root[at.COPY_BACKEND])
-                let_follow_fetches(root, root[at.OTHER_BACKEND])
-    if follows:
-        let_follow_fetches(root, root[at.GRAPH_BACKEND])
-    for n in range(loads):
-        if ask[HELD, n] & IS_HELD:
-            continue
         expert, slot = ask[LOAD, n], ask[TO, n]
+        if slots[AHEAD, expert] != 0:
+            ahead += 1
+            continue
         for p in range(at.N_PARTS):
             size = parts[p, at.STRIDE]
             put(root, host_address(layer, parts, p, expert), parts[p, at.SLOTS_AT] + slot * size, size)
             counts[UPLOADED_BYTES] += size
         put_biases(root, i, layer, expert, slot)
-    return copies
+    if ahead == 0:
+        return
+    counts[IN_TIME] += ahead
+    let_follow_fetches(root, root[at.COPY_BACKEND])
+    for n in range(loads):
+        if slots[AHEAD, ask[LOAD, n]] != 0:
+            _keep(root, i, layer, parts, ask[LOAD, n], ask[TO, n], counts)
 
 
 @compiled
-def _put_on_stage(root: Any, layer: Any, parts: Any, expert: int, counts: Any) -> None:
+def _put_on_stage(root: Any, layer: Any, parts: Any, first: int, count: int, counts: Any) -> None:
+    """Begin to bring `count` experts from `first` on to the stage, where they stand side by side as in host memory."""
+    if count == 0:
+        return
     for p in range(at.N_PARTS):
         size = parts[p, at.STRIDE]
-        put(root, host_address(layer, parts, p, expert), parts[p, at.STAGE_AT] + expert * size, size)
-        counts[STAGED_BYTES] += size
+        address, target = host_address(layer, parts, p, first), parts[p, at.STAGE_AT] + first * size
+        if count * size == host_address(layer, parts, p, first + count - 1) - address + size:
+            put(root, address, target, count * size)
+        else:
+            for n in range(count):
+                put(root, host_address(layer, parts, p, first + n), target + n * size, size)
+        counts[STAGED_BYTES] += count * size
+
+
+@compiled
+def _follow_fetches(root: Any) -> None:
+    """What was brought ahead to the stage comes before what is brought there now."""
+    let_follow_fetches(root, root[at.COPY_BACKEND])
+    let_follow_fetches(root, root[at.OTHER_BACKEND])
 
 
 @compiled
@@ -133,9 +154,13 @@ def begin_stage(root: Any, i: int, counts: Any) -> None:
     layer = words(root[at.LAYERS] + 8 * i * at.LAYER, at.LAYER)
     parts = table(root[at.PARTS] + 8 * i * at.N_PARTS * at.PART, at.N_PARTS, at.PART)
     slots = table(layer[at.TABLE], TABLE_ROWS, layer[at.TABLE_COLUMNS])
+    _follow_fetches(root)
+    first = 0
     for expert in range(layer[at.N_EXPERT]):
-        if slots[SLOT_OF, expert] < 0:
-            _put_on_stage(root, layer, parts, expert, counts)
+        if slots[SLOT_OF, expert] >= 0:
+            _put_on_stage(root, layer, parts, first, expert - first, counts)
+            first = expert + 1
+    _put_on_stage(root, layer, parts, first, layer[at.N_EXPERT] - first, counts)
     root[at.STAGE_BEGUN] = i
 
 
@@ -145,26 +170,21 @@ def stage(root: Any, i: int, layer: Any, parts: Any, ask: Any, distinct: int, lo
 
     `begun`: those without a slot are on their way already.
     """
+    if not begun:
+        _follow_fetches(root)
     for n in range(distinct):
         expert, slot = ask[DISTINCT, n], ask[STOOD, n]
         if slot < 0:
             if not begun:
-                _put_on_stage(root, layer, parts, expert, counts)
+                _put_on_stage(root, layer, parts, expert, 1, counts)
             continue
         for p in range(at.N_PARTS):
             size = parts[p, at.STRIDE]
-            _move(root, parts[p, at.SLOTS_AT] + slot * size, parts[p, at.STAGE_AT] + expert * size, size)
+            root[at.TURN] = 1 - root[at.TURN]
+            backend = root[at.COPY_BACKEND + root[at.TURN]]
+            _move(root, backend, parts[p, at.SLOTS_AT] + slot * size, parts[p, at.STAGE_AT] + expert * size, size)
             counts[MOVED_BYTES] += size
     gather(root)
     for n in range(loads):
-        expert, slot = ask[LOAD, n], ask[TO, n]
-        if ask[HELD, n] & IS_HELD:
-            continue
-        if ask[HELD, n] & IS_EARLY:
-            let_follow_fetches(root, root[at.COPY_BACKEND])
-        for p in range(at.N_PARTS):
-            size = parts[p, at.STRIDE]
-            _move(root, parts[p, at.STAGE_AT] + expert * size, parts[p, at.SLOTS_AT] + slot * size, size)
-            counts[MOVED_BYTES] += size
-        put_biases(root, i, layer, expert, slot)
+        _keep(root, i, layer, parts, ask[LOAD, n], ask[TO, n], counts)
     let_wait(root)

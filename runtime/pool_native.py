@@ -33,7 +33,7 @@ from bel.runtime.pool_layers import LayerSlots
 from bel.runtime.pool_looker import Looker, new_event
 from bel.runtime.pool_parts import PoolParts
 from bel.runtime.pool_room import HostRoom
-from bel.runtime.pool_step import UPLOAD
+from bel.runtime.pool_step import STATIC, UPLOAD
 from bel.runtime.slot_memory import SlotMemory
 
 _FUNCTIONS = {
@@ -53,11 +53,11 @@ _MIN_NAMES = 16
 class NativePool:
     """The pool behind a compiled callback, for contexts of `context`, one at a time.  Close it behind them.
 
-    With `looks_ahead` experts of the next layer are brought ahead of their use to slots that the policy leaves free.
+    At most `n_ahead` experts of the next layer are brought to the stage ahead of their use.
     """
 
     def __init__(
-        self, library: LlamaLibrary, home: Home, parts: PoolParts, *, n_rows: int, spin_us: int, looks_ahead: bool = False
+        self, library: LlamaLibrary, home: Home, parts: PoolParts, *, n_rows: int, spin_us: int, n_ahead: int = 0
     ) -> None:
         if not is_compiling():
             raise MachineError(
@@ -71,14 +71,14 @@ class NativePool:
         self._layers: Ints = np.zeros((self._n, at.LAYER), np.int64)
         self._request: Ints = np.zeros(at.REQUEST_SIZE, np.int64)
         self._thread: threading.Thread | None = None
-        self._home = home
+        self._home, self._n_ahead = home, n_ahead
         self._open = contextlib.ExitStack()
         with contextlib.ExitStack() as failing:
             failing.callback(self.close)
-            self._fill(library, parts, n_rows + _SPARE_ROWS, spin_us, looks_ahead)
+            self._fill(library, parts, n_rows + _SPARE_ROWS, spin_us)
             failing.pop_all()
 
-    def _fill(self, library: LlamaLibrary, parts: PoolParts, n_rows: int, spin_us: int, looks_ahead: bool) -> None:
+    def _fill(self, library: LlamaLibrary, parts: PoolParts, n_rows: int, spin_us: int) -> None:
         self._fill_functions(library, self._home.abi)
         self._fill_home(parts.memory, parts.counters)
         for i, (graph, layer) in enumerate(zip(parts.graphs, parts.layers, strict=True)):
@@ -88,7 +88,7 @@ class NativePool:
         scores = self._fill_room(parts.layers, n_rows)
         self.root[at.STAGE_BEGUN] = -1
         self._fill_events()
-        self._fill_ahead(library, scores, looks_ahead)
+        self._fill_ahead(library, scores)
         self.root[at.MODE], self.root[at.SPIN_NS] = parts.mode, 1000 * spin_us
         self.root[at.SHARE] = self._keep(np.array([parts.share], np.float64))
         self.callback = NativeCallback(_callback().address, self.root.ctypes.data)
@@ -96,7 +96,7 @@ class NativePool:
             self._fill_cpu(parts.cpu)
             self._start()
         self._looker.start(self.root)
-        self._looker.use(max(layer.n_spare for layer in parts.layers))
+        self._looker.use(self._most_ahead(parts.mode))
 
     @contextlib.contextmanager
     def context(self, model: Model, sizes: ContextOptions) -> Iterator[Context]:
@@ -205,15 +205,19 @@ class NativePool:
         self.root[at.EVENT_ROOM] = self._keep(np.zeros(2, np.int64))
         return room.address + row
 
+    def _most_ahead(self, mode: int) -> int:
+        """In slots that never change nothing brought ahead has a place."""
+        return 0 if mode == STATIC else self._n_ahead
+
     def _fill_events(self) -> None:
         for place in (at.COPIED_EVENT, at.OTHER_EVENT):
             event = self.root[place] = new_event(self._home)
             if event:
                 self._open.callback(self._home.abi.lib.ggml_backend_event_free, self._home.abi.pointer(int(event)))
 
-    def _fill_ahead(self, library: LlamaLibrary, scores: int, looks_ahead: bool) -> None:
+    def _fill_ahead(self, library: LlamaLibrary, scores: int) -> None:
         graphs = None
-        if looks_ahead:
+        if self._n_ahead:
             graphs = GuessGraphs(library, self._home, self._graphs, scores)
             self._open.callback(graphs.close)
         self._looker = Looker(self._home, graphs, scores)
@@ -241,7 +245,7 @@ class NativePool:
             self._fill_layer(i, graph, layer, self._hosts)
         self.root[at.MODE], self.root[at.HAS_CPU] = mode, mode != UPLOAD
         self.root[at.SHARE] = self._keep(np.array([share], np.float64))
-        self._looker.use(max(layer.n_spare for layer in layers))
+        self._looker.use(self._most_ahead(mode))
 
     def _end(self) -> None:
         """A decode has ended.  Raises MachineError for what went wrong within, and where a layer was computed unasked."""

@@ -16,7 +16,6 @@ from bel.runtime.pool_counters import (
 from bel.runtime.pool_counters import (
     ACCESSES,
     CALLS,
-    IN_PLACE,
     MISSED,
     MOVED_BYTES,
     STAGE_CALLS,
@@ -28,8 +27,6 @@ from bel.runtime.pool_parts import PoolParts
 from bel.runtime.pool_step import (
     ABSENT,
     DISTINCT,
-    HELD,
-    IS_HELD,
     LOAD,
     RANK,
     ROW,
@@ -138,11 +135,8 @@ class PoolObserver:
 
     def _upload(self, i: int, loads: int) -> None:
         ask = self._layers[i].ask
-        for expert, slot, held in ask[[LOAD, TO, HELD], :loads].T.tolist():
-            if held & IS_HELD:
-                self._add(IN_PLACE, 1)
-            else:
-                self._add(UPLOADED_BYTES, self._memory.upload(i, expert, slot))
+        for expert, slot in zip(ask[LOAD, :loads].tolist(), ask[TO, :loads].tolist(), strict=True):
+            self._add(UPLOADED_BYTES, self._memory.upload(i, expert, slot))
 
     def _begin_stage(self, i: int) -> None:
         """Begin to bring all experts of layer i that have no slot to the stage, which no layer reads any more."""
@@ -163,10 +157,9 @@ class PoolObserver:
                 self._add(STAGED_BYTES, self._memory.stage(i, expert))
         self._begun = -1
         self._memory.wait()
-        for expert, slot, held in ask[[LOAD, TO, HELD], :loads].T.tolist():
-            if not held & IS_HELD:
-                self._memory.keep(i, expert, slot)
-                self._add(MOVED_BYTES, size)
+        for expert, slot in zip(ask[LOAD, :loads].tolist(), ask[TO, :loads].tolist(), strict=True):
+            self._memory.keep(i, expert, slot)
+            self._add(MOVED_BYTES, size)
 
     def _read_input(self, i: int) -> None:
         assert self._cpu is not None, "only then is an expert absent"

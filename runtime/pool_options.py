@@ -27,8 +27,8 @@ class PoolOptions:
     uploaded, the CPU computes the others (`share` None: by costs measured at start).
 
     One of `slots` (in each layer, at most its experts), `slots_by_layer` and `budget_bytes` (of the home, stage included);
-    without any, all experts have slots.  `n_ahead` of a layer's slots are left free by the policy, for what is brought ahead of
-    its use (of slots for all experts none, and never one of a token's top-k).  `wanted` {layer: experts} fill the slots at
+    without any, all experts have slots.  While a token's layer is computed at most `n_ahead` experts of the next one are
+    brought to the stage, those that its router likely chooses.  `wanted` {layer: experts} fill the slots at
     first, most wanted first.  `n_threads` compute on the CPU.  `is_native`: with the compiled callback.  `spin_us`: how long
     the threads beside it wait awake for the next layer before they sleep.  `reader`, `checks`: how the experts are read.
 
