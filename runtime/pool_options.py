@@ -46,7 +46,7 @@ class PoolOptions:
     wanted: Mapping[int, Sequence[int]] = field(default_factory=dict)
     share: float | None = None
     n_threads: int = 1
-    n_ahead: int = 0
+    n_ahead: int = 2
     is_native: bool = True
     spin_us: int = 1000
     reader: str = "auto"
