@@ -396,16 +396,16 @@ def test_an_error_within_is_raised_behind_the_decode(mode: str, tiny: Path, monk
 @pytest.mark.parametrize("is_native", [True, False])
 def test_a_layer_that_was_not_served_is_an_error(is_native: bool, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its products read whatever stands in the slots of the experts' numbers."""
-    from bel.runtime import pool_model
+    from bel.runtime import pool_loading, pool_model
 
-    learn = pool_model._learn
+    learn = pool_loading._learn
 
     def forgetful(*arguments: Any) -> Any:
         graphs, taken = learn(*arguments)
         graphs[3].router = b"no such node"
         return graphs, taken
 
-    monkeypatch.setattr(pool_model, "_learn", forgetful)
+    monkeypatch.setattr(pool_loading, "_learn", forgetful)
     monkeypatch.setattr(pool_model, "_self_test", lambda *_: None)  # which would be the first to notice
     with pytest.raises(MachineError, match="did not choose experts in 1 layers"):
         pooled(tiny, pool_options(tiny, "upload", slots=EXPERTS, is_native=is_native), 1, 1)
