@@ -29,8 +29,8 @@ from bel.runtime.stock_gpu import (
     open_stock_context,
 )
 
-_ATTEMPTS = 3
-"""A smaller cache takes less by as much as it is smaller, to within a slot and what the driver hands out at once."""
+_ATTEMPTS = 4
+"""A smaller cache takes less by as much as it is smaller, to within a slot and what the driver hands out at once (2 MiB)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,20 +107,19 @@ def fitting_cache(loaded: LoadedPool, device: Device, sizes: ContextOptions, pro
     With a promise a context is made and a token computed, to see what all takes.  Raises UsageError below one token cycle, and
     where slots that were asked for do not fit; it says what does.
     """
-    cache, wanted = own_cache_sizes(loaded), own_cache_bytes(loaded)
-    size = wanted
+    cache, size = own_cache_sizes(loaded), own_cache_bytes(loaded)
     check_cache(loaded.engine, cache, StockGpuOptions("cache", size, "none"))
     if promise is None:
         return size
+    over, tried = 0, size
     for _ in range(_ATTEMPTS):
-        over = _used(loaded, device, sizes, size, promise) - promise.size_bytes
+        over, tried = _used(loaded, device, sizes, size, promise) - promise.size_bytes, size
         if over <= 0:
             return size
-        smaller = size - over
-        if loaded.options.budget_bytes is None or smaller < cache.cycle_bytes:
+        size -= over
+        if loaded.options.budget_bytes is None or size < cache.cycle_bytes:
             break
-        size = smaller
-    raise _too_large(cache, size, promise.size_bytes, over)
+    raise _too_large(cache, tried, promise.size_bytes, over)
 
 
 def _used(loaded: LoadedPool, device: Device, sizes: ContextOptions, size: int, promise: Promise) -> int:

@@ -98,7 +98,7 @@ class GpuRun:
 
     def close(self) -> None:
         """Give the device the memory of the way in force.  A second call does nothing."""
-        self.pool = self.cache = None
+        self.pool = self.cache = self._used_at_end = None
         self._open.close()
 
     def choose(self, tokens: npt.NDArray[np.int32]) -> None:
