@@ -12,11 +12,11 @@ import numpy.typing as npt
 
 from bel.formats.errors import UsageError
 from bel.formats.experts_file import LayerLayout
+from bel.runtime import guess_gate
 from bel.runtime.arena import Arena
 from bel.runtime.cache_rows import NOWHERE
 from bel.runtime.cache_state import CacheState, Step, make_cache, preload, residents, step
 from bel.runtime.counters import Counters
-from bel.runtime.guess_gate import GuessGate
 from bel.runtime.pager import FIRST, REST, Load, Pager
 from bel.runtime.policies import Policy
 
@@ -60,7 +60,7 @@ class ExpertCache:
         self._cut: list[tuple[int, int]] = []
         self._ahead: _Coming | None = None
         self._rest: list[_Coming] = []
-        self._gate, self._is_guess = GuessGate(), False
+        self._gate, self._is_guess = guess_gate.make_gate(), False
 
     def preload(self, wanted: Sequence[Sequence[int]]) -> int:
         """Fill slots before the first call, `wanted[place]` experts of each layer, most wanted first.  Returns the bytes."""
@@ -243,7 +243,7 @@ class ExpertCache:
             self._free(place, expert)
         self.counters.now.wasted += len(unused)
         if self._is_guess and ahead:
-            self._gate.count(len(ahead) - len(unused), len(unused))
+            guess_gate.count(self._gate, len(ahead) - len(unused), len(unused))
         self._is_guess = False
 
     def _read_ahead(self, place: int, rows: int, likely: Callable[[int], Sequence[int]] | None) -> _Coming | None:
@@ -255,7 +255,7 @@ class ExpertCache:
         wanted: Sequence[int] = ()
         if used >= PREFETCH_SHARE:
             wanted = range(layer.n_expert)
-        elif rows == 1 and likely is not None and room and self._gate.is_open():
+        elif rows == 1 and likely is not None and room and guess_gate.is_open(self._gate):
             wanted, room = likely(place), min(room, GUESSED_READS)
             self._is_guess = True
         there = set(self.resident(place)) if wanted else set()

@@ -6,33 +6,38 @@ than those in time bring.
 
 from __future__ import annotations
 
+import numpy as np
+
+from bel.runtime.cache_rows import Ints
+from bel.runtime.compiled import compiled_if_possible
+
 TRIAL_CALLS, PAUSE_CALLS = 192, 4096
 """Calls of single rows: guesses are judged after so many, and left out for so many."""
-MIN_USED_SHARE = 0.5
+
+CALLS, USED, WASTED, IS_CLOSED = range(4)
+"""Of a gate, i64: calls since it was opened or closed; of what was brought by guesses, used and not; whether it is closed."""
 
 
-class GuessGate:
-    """Counts what came of guesses, and says whether the next one is to be made."""
+def make_gate() -> Ints:
+    """A gate that is open."""
+    return np.zeros(4, np.int64)
 
-    def __init__(self) -> None:
-        self._calls = self._used = self._wasted = 0
-        self._is_open = True
 
-    def is_open(self) -> bool:
-        """Asked once for each call of a single row."""
-        self._calls += 1
-        if self._is_open and self._calls > TRIAL_CALLS:
-            read = self._used + self._wasted
-            self._restart(is_open=not read or self._used >= MIN_USED_SHARE * read)
-        elif not self._is_open and self._calls > PAUSE_CALLS:
-            self._restart(is_open=True)
-        return self._is_open
+@compiled_if_possible
+def is_open(gate: Ints) -> bool:
+    """Asked once for each call of a single row: whether a guess is to be made.  At least half of what comes must be used."""
+    gate[CALLS] += 1
+    if gate[IS_CLOSED] == 0 and gate[CALLS] > TRIAL_CALLS:
+        wasted = gate[WASTED] > gate[USED]
+        gate[:] = 0
+        gate[IS_CLOSED] = wasted
+    elif gate[IS_CLOSED] != 0 and gate[CALLS] > PAUSE_CALLS:
+        gate[:] = 0
+    return bool(gate[IS_CLOSED] == 0)
 
-    def count(self, used: int, wasted: int) -> None:
-        """What came of one guess: experts that the next call used, and those that it did not."""
-        self._used += used
-        self._wasted += wasted
 
-    def _restart(self, *, is_open: bool) -> None:
-        self._calls = self._used = self._wasted = 0
-        self._is_open = is_open
+@compiled_if_possible
+def count(gate: Ints, used: int, wasted: int) -> None:
+    """What came of one guess: experts that the next call used, and those that it did not."""
+    gate[USED] += used
+    gate[WASTED] += wasted

@@ -44,7 +44,18 @@ struct buffer {
     size_t size;
     int usage;
 };
+struct device {
+    void * get_name;
+    void * get_description;
+    void * get_memory;
+    void * get_type;
+    void * get_props;
+    void * init_backend;
+    void * get_buffer_type;
+};
 typedef const char * (*name_function)(void * type);
+typedef void * (*type_function)(void * device);
+typedef void * (*init_function)(void * device, const char * params);
 typedef void * (*alloc_function)(void * type, size_t size);
 typedef size_t (*alloc_size_function)(void * type, void * tensor);
 typedef bool (*is_host_function)(void * type);
@@ -75,9 +86,15 @@ void ggml_backend_synchronize(void * backend);
 void ggml_backend_tensor_set(void * tensor, void * data, size_t offset, size_t size);
 void ggml_backend_tensor_get(void * tensor, void * data, size_t offset, size_t size);
 void ggml_backend_tensor_set_async(void * backend, void * tensor, void * data, size_t offset, size_t size);
+void * ggml_backend_event_new(void * device);
+void ggml_backend_event_free(void * event);
+void ggml_backend_event_record(void * event, void * backend);
+void ggml_backend_event_wait(void * backend, void * event);
 void ggml_backend_tensor_copy_async(void * from, void * to, void * source, void * target);
 int ggml_backend_graph_compute(void * backend, void * graph);
 void * ggml_add_id(void * ctx, void * a, void * b, void * ids);
+void * ggml_mul(void * ctx, void * a, void * b);
+void * ggml_mul_mat(void * ctx, void * a, void * b);
 void * ggml_swiglu_split(void * ctx, void * a, void * b);
 void * ggml_swiglu_oai(void * ctx, void * a, void * b, float alpha, float limit);
 """

@@ -13,6 +13,8 @@ from numba.np.numpy_support import carray
 
 from bel.runtime import pool_rows as at
 from bel.runtime.cache_rows import INT_ROWS, REAL_ROWS
+from bel.runtime.pool_ahead import request, settle
+from bel.runtime.pool_copies import begin_stage, let_wait, point, stage, upload
 from bel.runtime.pool_counters import (
     ABSENT as N_ABSENT,
 )
@@ -20,30 +22,15 @@ from bel.runtime.pool_counters import (
     ACCESSES,
     CALLS,
     MISSED,
-    MOVED_BYTES,
     N_COUNTS,
     STAGE_CALLS,
-    STAGED_BYTES,
-    UPLOADED_BYTES,
     WAIT_NS,
 )
-from bel.runtime.pool_step import (
-    ABSENT,
-    ASK_ROWS,
-    DISTINCT,
-    LOAD,
-    RANK,
-    ROW,
-    STOOD,
-    TABLE_ROWS,
-    TO,
-    plan_call,
-)
-from bel.runtime.pool_words import call, compiled, load, pointer, store, table, words
+from bel.runtime.pool_step import ABSENT, ASK_ROWS, RANK, ROW, TABLE_ROWS, plan_call, takes_nearly_all
+from bel.runtime.pool_words import call, compiled, load, now, pointer, store, table, words
 
 _TYPE_I32 = 26
 _FNV_START, _FNV_PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)
-_CLOCK_MONOTONIC = 1
 
 
 @compiled
@@ -70,102 +57,6 @@ def find_name(root: Any, name: Any) -> int:
 
 
 @compiled
-def now(root: Any, room: int) -> int:
-    """Nanoseconds of a clock that only goes forward.  Each thread has a room of 16 bytes of its own."""
-    call(root[at.CLOCK_GETTIME], _CLOCK_MONOTONIC, room, 0, 0, 0)
-    time = words(room, 2)
-    return int(time[0] * 1000000000 + time[1])
-
-
-@compiled
-def _put(root: Any, address: int, offset: int, size: int) -> None:
-    """Begin to copy host memory to an offset of the home.  Two streams take turns: one alone leaves a gap behind each copy."""
-    root[at.TURN] = 1 - root[at.TURN]
-    call(root[at.SET_ASYNC], root[at.COPY_BACKEND + root[at.TURN]], root[at.HOME_TENSOR], address, offset, size)
-
-
-@compiled
-def _arrive(root: Any) -> None:
-    """Wait until all copies that were begun have arrived."""
-    call(root[at.SYNCHRONIZE], root[at.COPY_BACKEND], 0, 0, 0, 0)
-    call(root[at.SYNCHRONIZE], root[at.OTHER_BACKEND], 0, 0, 0, 0)
-
-
-@compiled
-def _move(root: Any, source: int, target: int, size: int) -> None:
-    """Copy within the home, from offset to offset."""
-    for which in range(2):
-        tensor = root[at.SOURCE_TENSOR + which]
-        ne, nb = words(tensor + root[at.AT_NE], 1), words(tensor + root[at.AT_NB], 4)
-        ne[0], nb[1], nb[2], nb[3] = size, size, size, size
-        words(tensor + root[at.AT_DATA], 1)[0] = root[at.HOME_BASE] + (target if which else source)
-    backend = root[at.COPY_BACKEND]
-    call(root[at.COPY_ASYNC], backend, backend, root[at.SOURCE_TENSOR], root[at.TARGET_TENSOR], 0)
-
-
-@compiled
-def _put_biases(root: Any, i: int, layer: Any, expert: int, slot: int) -> None:
-    biases = table(root[at.BIASES] + 8 * i * at.N_PARTS * at.BIAS, at.N_PARTS, at.BIAS)
-    for b in range(layer[at.N_BIASES]):
-        size = biases[b, at.BIAS_STRIDE]
-        _put(root, biases[b, at.BIAS_ROWS] + expert * size, biases[b, at.BIAS_SLOTS_AT] + slot * size, size)
-
-
-@compiled
-def _point(root: Any, i: int, layer: Any, parts: Any, is_staged: bool) -> None:
-    """Let the products of a layer read the stage or its slots."""
-    for p in range(at.N_PARTS):
-        offset = parts[p, at.STAGE_AT] if is_staged else parts[p, at.SLOTS_AT]
-        words(parts[p, at.WEIGHT] + root[at.AT_DATA], 1)[0] = root[at.HOME_BASE] + offset
-    biases = table(root[at.BIASES] + 8 * i * at.N_PARTS * at.BIAS, at.N_PARTS, at.BIAS)
-    for b in range(layer[at.N_BIASES]):
-        data = biases[b, at.BIAS_DATA] if is_staged else root[at.HOME_BASE] + biases[b, at.BIAS_SLOTS_AT]
-        words(biases[b, at.BIAS_TENSOR] + root[at.AT_DATA], 1)[0] = data
-    layer[at.IS_STAGED] = is_staged
-
-
-@compiled
-def _host(layer: Any, parts: Any, p: int, expert: int) -> int:
-    """Where a part of an expert stands in host memory."""
-    index = words(layer[at.HOST_INDEX], layer[at.N_EXPERT])[expert]
-    return int(parts[p, at.HOST_AT] + index * parts[p, at.HOST_STRIDE])
-
-
-@compiled
-def _upload(root: Any, i: int, layer: Any, parts: Any, ask: Any, loads: int, counts: Any) -> None:
-    for n in range(loads):
-        expert, slot = ask[LOAD, n], ask[TO, n]
-        for p in range(at.N_PARTS):
-            size = parts[p, at.STRIDE]
-            _put(root, _host(layer, parts, p, expert), parts[p, at.SLOTS_AT] + slot * size, size)
-            counts[UPLOADED_BYTES] += size
-        _put_biases(root, i, layer, expert, slot)
-
-
-@compiled
-def _stage(root: Any, i: int, layer: Any, parts: Any, ask: Any, distinct: int, loads: int, counts: Any) -> None:
-    for n in range(distinct):
-        expert, slot = ask[DISTINCT, n], ask[STOOD, n]
-        for p in range(at.N_PARTS):
-            size = parts[p, at.STRIDE]
-            target = parts[p, at.STAGE_AT] + expert * size
-            if slot >= 0:
-                _move(root, parts[p, at.SLOTS_AT] + slot * size, target, size)
-                counts[MOVED_BYTES] += size
-            else:
-                _put(root, _host(layer, parts, p, expert), target, size)
-                counts[STAGED_BYTES] += size
-    _arrive(root)
-    for n in range(loads):
-        expert, slot = ask[LOAD, n], ask[TO, n]
-        for p in range(at.N_PARTS):
-            size = parts[p, at.STRIDE]
-            _move(root, parts[p, at.STAGE_AT] + expert * size, parts[p, at.SLOTS_AT] + slot * size, size)
-            counts[MOVED_BYTES] += size
-        _put_biases(root, i, layer, expert, slot)
-
-
-@compiled
 def _fail(root: Any, error: int, i: int, value: int) -> int:
     root[at.ERROR], root[at.ERROR_LAYER], root[at.ERROR_VALUE] = error, i, value
     return 0
@@ -188,6 +79,49 @@ def _request(root: Any, i: int, layer: Any, ask: Any, absent: int) -> None:
 
 
 @compiled
+def _point_ids(root: Any, node: int, address: int) -> None:
+    """Move the ids of a choice, and what they are a view of, to an address."""
+    source = words(node + root[at.AT_VIEW_SRC], 1)[0]
+    if source != 0:
+        words(source + root[at.AT_DATA], 1)[0] = address - words(node + root[at.AT_VIEW_OFFS], 1)[0]
+    words(node + root[at.AT_DATA], 1)[0] = address
+
+
+@compiled
+def _pick(root: Any, layer: Any, node: int) -> None:
+    """Before a layer chooses: the home writes a single row's choice to host memory itself, and nothing need be fetched."""
+    layer[at.TOPK_NODE], layer[at.IS_PICKED] = node, 0
+    if root[at.PICKED] == 0 or words(node + root[at.AT_NE], 4)[1] != 1:
+        return
+    data = words(node + root[at.AT_DATA], 1)[0]
+    if data != root[at.PICKED]:
+        layer[at.IDS_DATA] = data
+    _point_ids(root, node, root[at.PICKED])
+    layer[at.IS_PICKED] = 1
+
+
+@compiled
+def _read_ids(root: Any, layer: Any, node: int, size: int) -> int:
+    """The address of the ids of a layer's choice in host memory."""
+    if layer[at.IS_PICKED] == 0:
+        call(root[at.TENSOR_GET], node, root[at.IDS], 0, size, 0)
+        return int(root[at.IDS])
+    layer[at.IS_PICKED] = 0
+    _point_ids(root, node, layer[at.IDS_DATA])
+    return int(root[at.PICKED])
+
+
+@compiled
+def _name_slots(root: Any, i: int, node: int, top_k: int, ask: Any) -> None:
+    """Put the slots of a single row in the place of its ids, before the graph goes on."""
+    address = root[at.NAMED] + i * at.NAMED_BYTES
+    named = carray(pointer(address), (top_k,), np.int32)
+    for rank in range(top_k):
+        named[rank] = ask[ROW, rank]
+    call(root[at.SET_ASYNC], root[at.GRAPH_BACKEND], node, address, 0, 4 * top_k)
+
+
+@compiled
 def _serve(root: Any, i: int, layer: Any) -> int:
     """Behind the choice of a layer's experts: bring them, and put slots in the place of the ids.  Returns 0 for an error."""
     layer[at.SERVED] = 1
@@ -200,8 +134,7 @@ def _serve(root: Any, i: int, layer: Any) -> int:
     kind = carray(pointer(node + root[at.AT_TYPE]), (1,), np.int32)[0]
     if size > root[at.IDS_BYTES] or ne[0] != top_k or kind != _TYPE_I32 or nb[0] != 4:
         return _fail(root, at.TOO_MANY_IDS, i, rows)
-    call(root[at.TENSOR_GET], node, root[at.IDS], 0, size, 0)
-    ids = carray(pointer(root[at.IDS]), (size // 4,), np.int32)
+    ids = carray(pointer(_read_ids(root, layer, node, size)), (size // 4,), np.int32)
     short = carray(pointer(root[at.SHORT]), (rows, top_k), np.uint16)
     for row in range(rows):
         for rank in range(top_k):
@@ -209,6 +142,9 @@ def _serve(root: Any, i: int, layer: Any) -> int:
             if expert < 0 or expert >= n_expert:
                 return _fail(root, at.WRONG_IDS, i, expert)
             short[row, rank] = expert
+    counts = table(root[at.COUNTS], 2, N_COUNTS)[words(root[at.PHASE], 1)[0]]
+    parts = table(root[at.PARTS] + 8 * i * at.N_PARTS * at.PART, at.N_PARTS, at.PART)
+    settle(root, i, parts, short, counts)
     ints = table(layer[at.INTS], INT_ROWS, layer[at.COLUMNS])
     reals = carray(pointer(layer[at.REALS]), (REAL_ROWS, layer[at.COLUMNS]), np.float64)
     slots = table(layer[at.TABLE], TABLE_ROWS, layer[at.TABLE_COLUMNS])
@@ -216,7 +152,6 @@ def _serve(root: Any, i: int, layer: Any) -> int:
     room = carray(pointer(layer[at.ROW_ROOM]), (top_k,), np.uint16)
     share = carray(pointer(root[at.SHARE]), (1,), np.float64)[0]
     distinct, missed, loads, absent = plan_call(ints, reals, slots, ask, short, room, root[at.MODE], share)
-    counts = table(root[at.COUNTS], 2, N_COUNTS)[words(root[at.PHASE], 1)[0]]
     counts[CALLS] += 1
     counts[ACCESSES] += distinct
     counts[MISSED] += missed
@@ -224,19 +159,20 @@ def _serve(root: Any, i: int, layer: Any) -> int:
     layer[at.ABSENT_NOW] = absent
     if absent > 0:  # first, so that the CPU works while the rest is done
         _request(root, i, layer, ask, absent)
-    parts = table(root[at.PARTS] + 8 * i * at.N_PARTS * at.PART, at.N_PARTS, at.PART)
     is_staged = rows > 1
+    begun = root[at.STAGE_BEGUN] == i
+    root[at.STAGE_BEGUN] = -1
     if is_staged != (layer[at.IS_STAGED] != 0):
-        _point(root, i, layer, parts, is_staged)
+        point(root, i, layer, parts, is_staged)
     if is_staged:
         counts[STAGE_CALLS] += 1
-        _stage(root, i, layer, parts, ask, distinct, loads, counts)
+        stage(root, i, layer, parts, ask, distinct, loads, begun, counts)
     else:
-        _upload(root, i, layer, parts, ask, loads, counts)
-        for rank in range(top_k):
-            ids[rank] = ask[ROW, rank]
-        call(root[at.SET_ASYNC], root[at.COPY_BACKEND], node, root[at.IDS], 0, size)
-    _arrive(root)
+        copies = upload(root, i, layer, parts, ask, loads, counts)
+        _name_slots(root, i, node, top_k, ask)
+        if copies > 0:
+            let_wait(root)
+        request(root, i, layer)
     return 1
 
 
@@ -267,8 +203,24 @@ def _add_rows(root: Any, i: int, layer: Any, output: int) -> int:
     ask = table(layer[at.ASK], ASK_ROWS, layer[at.N_EXPERT])
     step, size = words(output + root[at.AT_NB], 4)[1], layer[at.ROW_BYTES]
     for n in range(absent):
-        call(root[at.SET_ASYNC], root[at.COPY_BACKEND], output, layer[at.CPU_ROWS] + n * size, ask[RANK, n] * step, size)
-    call(root[at.SYNCHRONIZE], root[at.COPY_BACKEND], 0, 0, 0, 0)
+        call(root[at.SET_ASYNC], root[at.GRAPH_BACKEND], output, layer[at.CPU_ROWS] + n * size, ask[RANK, n] * step, size)
+    return 1
+
+
+@compiled
+def _stops_behind(root: Any, i: int, layer: Any, rows: int) -> int:
+    """Whether to stop behind the products of a layer: for rows of the CPU's, or to fill the next layer's stage early."""
+    if rows == 1:
+        return 1 if root[at.HAS_CPU] != 0 else 0
+    return 1 if i + 1 < root[at.N_LAYERS] and takes_nearly_all(rows, layer[at.TOP_K], layer[at.N_EXPERT]) else 0
+
+
+@compiled
+def _leave(root: Any, i: int, layer: Any, output: int) -> int:
+    """Behind the products of a layer, `output`.  Returns 0 for an error."""
+    if words(output + root[at.AT_NE], 4)[2] == 1:
+        return _add_rows(root, i, layer, output)
+    begin_stage(root, i + 1, table(root[at.COUNTS], 2, N_COUNTS)[words(root[at.PHASE], 1)[0]])
     return 1
 
 
@@ -286,12 +238,12 @@ def handle(node: int, is_ask: int, user_data: int) -> int:
     layer = words(root[at.LAYERS] + 8 * i * at.LAYER, at.LAYER)
     if is_ask:
         if what == at.TOPK_NAME:
-            layer[at.TOPK_NODE] = node
+            _pick(root, layer, node)
         elif what == at.INPUT_NAME:
             layer[at.INPUT_NODE] = node
         elif what == at.ROUTER_NAME:
             return 1
         else:
-            return 1 if root[at.HAS_CPU] != 0 and words(node + root[at.AT_NE], 4)[2] == 1 else 0
+            return _stops_behind(root, i, layer, words(node + root[at.AT_NE], 4)[2])
         return 0
-    return _serve(root, i, layer) if what == at.ROUTER_NAME else _add_rows(root, i, layer, node)
+    return _serve(root, i, layer) if what == at.ROUTER_NAME else _leave(root, i, layer, node)

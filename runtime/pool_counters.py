@@ -8,8 +8,9 @@ import numpy as np
 
 from bel.runtime.cache_rows import Ints
 
-CALLS, STAGE_CALLS, ACCESSES, MISSED, ABSENT, UPLOADED_BYTES, STAGED_BYTES, MOVED_BYTES, WAIT_NS = range(9)
-N_COUNTS = 9
+CALLS, STAGE_CALLS, ACCESSES, MISSED, ABSENT = range(5)
+UPLOADED_BYTES, STAGED_BYTES, MOVED_BYTES, WAIT_NS, IN_PLACE, AHEAD_BYTES = range(5, 11)
+N_COUNTS = 11
 PROMPT, DECODE = 0, 1
 
 
@@ -19,7 +20,8 @@ class PoolCounts:
 
     `missed` accesses found their expert in no slot; `absent` of them were computed on the CPU.  `stage_calls` went through the
     stage.  Bytes over the link to the home: `uploaded_bytes` into slots, `staged_bytes` to the stage; `moved_bytes` stayed
-    within the home.  `wait_ns`: the home stood still for the CPU's experts.
+    within the home.  `wait_ns`: the home stood still for the CPU's experts.  `in_place` of the missed were in a slot that was
+    free: brought there ahead of their use, or not yet written over since they left.  `ahead_bytes`: brought ahead, used or not.
     """
 
     calls: int
@@ -31,6 +33,8 @@ class PoolCounts:
     staged_bytes: int
     moved_bytes: int
     wait_ns: int
+    in_place: int
+    ahead_bytes: int
 
     @property
     def hits(self) -> int:

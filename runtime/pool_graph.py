@@ -16,6 +16,7 @@ from typing import Any
 from bel.formats.errors import MachineError
 from bel.formats.experts_file import LayerLayout
 from bel.formats.manifest import TensorRow
+from bel.runtime.llama_abi import TYPE_F32
 from bel.runtime.pool_home import Home
 from bel.runtime.tensor import Tensor
 
@@ -55,7 +56,9 @@ class BiasGraph:
 @dataclass(slots=True)
 class LayerGraph:
     """The nodes of a layer by name: `router` is the stop before the products, `output` the one behind them, `input` what the
-    products read.  `activation` is the parameters of the gated unit between them."""
+    products read.  `activation` is the parameters of the gated unit between them.  `router_weight`, of the shape `router_ne`
+    (n_embd, n_expert), is the address of the tensor whose product with `input` ranks the experts, 0 where it is with something
+    else; `norm` that of the weights (n_embd,) of the norm before it, or 0."""
 
     layer: int
     n_expert: int
@@ -65,6 +68,9 @@ class LayerGraph:
     input: bytes = b""
     output: bytes = b""
     activation: tuple[int, ...] = ()
+    router_weight: int = 0
+    router_ne: tuple[int, int] = (0, 0)
+    norm: int = 0
     parts: list[PartGraph] = field(default_factory=list)
     biases: list[BiasGraph] = field(default_factory=list)
 
@@ -87,6 +93,7 @@ class GraphLearner:
         self._products: dict[int, tuple[LayerGraph, str]] = {}
         self._gathered: dict[int, Tensor] = {}
         self._order: dict[int, int] = {}
+        self._ranked: dict[int, int] = {}
 
     def ask(self, tensor: Tensor) -> bool:
         """Learn from a node that is about to be computed."""
@@ -96,6 +103,8 @@ class GraphLearner:
         if match and graph and match[1] == b"ffn_moe_topk" and not match[3]:
             graph.topk, graph.top_k = tensor.raw_name, tensor.ne[0]
             self._ids[tensor.identity] = (graph, tensor)
+        elif match and graph and match[1] == b"ffn_moe_logits" and tensor.is_product:
+            self._ranks(tensor, graph)
         elif match and graph and match[1].startswith(b"ffn_moe_weights"):
             self._gathered[graph.layer] = tensor
         for index in range(3):
@@ -106,6 +115,16 @@ class GraphLearner:
             self._activates(tensor)
         self._order[tensor.identity] = len(self._order)
         return bool(match and graph and match[1] == b"ffn_moe_weights" and not match[3])
+
+    def _ranks(self, tensor: Tensor, graph: LayerGraph) -> None:
+        weight, values = tensor.src(0), tensor.src(1)
+        if weight is None or values is None or values.type_id != TYPE_F32:
+            return
+        graph.router_weight, graph.router_ne = weight.identity, weight.ne[:2]
+        self._ranked[graph.layer] = values.identity
+        norm = values.src(1) if values.op == "MUL" else None
+        if norm is not None and norm.type_id == TYPE_F32 and norm.ne == (weight.ne[0], 1, 1, 1):
+            graph.norm = norm.identity
 
     def seen(self, tensor: Tensor) -> None:
         """The weights were gathered: let the products read the first experts of the scratch."""
@@ -156,6 +175,8 @@ class GraphLearner:
             if self._order.get(origin.identity, len(self._order)) > self._order[router]:
                 raise MachineError(f"the input of {tensor.name} is not known when its experts are chosen")
             graph.input = origin.raw_name
+            if self._ranked.get(graph.layer) != origin.identity:
+                graph.router_weight = 0
         self._products[tensor.identity] = (graph, part.role)
         raw.data = self._ffi.cast("void *", self._scratch)
 

@@ -12,8 +12,9 @@ import numba
 from numba.core import types
 
 from bel.runtime import pool_rows as at
-from bel.runtime.pool_callback import handle, now
-from bel.runtime.pool_words import call, compiled, load, store, words
+from bel.runtime.pool_ahead import look_ahead
+from bel.runtime.pool_callback import handle
+from bel.runtime.pool_words import call, compiled, load, now, store, words
 
 
 @compiled
@@ -62,11 +63,26 @@ def make_worker() -> Callable[[int], None]:
         if version:
             work(user_data)
 
+    return _thread_of(wait_and_work)
+
+
+def make_looker() -> Callable[[int], None]:
+    """`look_ahead`, likewise."""
+    version = sources_version()
+
+    def wait_and_look(user_data: int) -> None:
+        if version:
+            look_ahead(user_data)
+
+    return _thread_of(wait_and_look)
+
+
+def _thread_of(function: Callable[[int], None]) -> Callable[[int], None]:
     signature = types.void(types.int64)
     try:
-        return cast(Callable[[int], None], numba.njit(signature, nogil=True, cache=True)(wait_and_work))
-    except RuntimeError:
-        return cast(Callable[[int], None], numba.njit(signature, nogil=True)(wait_and_work))
+        return cast(Callable[[int], None], numba.njit(signature, nogil=True, cache=True)(function))
+    except RuntimeError:  # no place for the cache
+        return cast(Callable[[int], None], numba.njit(signature, nogil=True)(function))
 
 
 @cache
@@ -75,6 +91,7 @@ def sources_version() -> int:
     old machine code where another one changed.  What a function closes over is part of its key."""
     folder = Path(__file__).parent
     state = hashlib.sha256()
-    for path in sorted([*folder.glob("pool_*.py"), *folder.glob("cache_*.py"), folder / "policies.py"]):
+    others = [folder / "policies.py", folder / "guess_gate.py"]
+    for path in sorted([*folder.glob("pool_*.py"), *folder.glob("cache_*.py"), *others]):
         state.update(path.read_bytes())
     return int.from_bytes(state.digest()[:7], "little") + 1

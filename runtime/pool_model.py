@@ -122,7 +122,8 @@ def open_slots(loaded: LoadedPool, pool: PoolOptions, known: MissCosts | None = 
         for i in range(len(layers)):
             memory.point(i, SLOT)
         _self_test(model, home, graphs, counts, hosts, memory)
-        slots = _slots(graphs, counts, pool.policy)
+        looks_ahead = pool.is_native and not pool.has_tiers and pool.n_ahead > 0
+        slots = _slots(graphs, counts, pool.policy, _spare(pool))
         mode, counters, cpu, costs, tier = MODES[pool.mode], PoolCounters(), None, None, None
         if isinstance(hosts, TierHosts):
             tier = make_tier(home.abi, hosts, memory, slots, pool.host_tier, counters)
@@ -155,14 +156,14 @@ def open_slots(loaded: LoadedPool, pool: PoolOptions, known: MissCosts | None = 
             context = stack.enter_context(model.context(sizes, observer, observer.end))
             yield PoolRun(model, context, made)
             return
-        native = NativePool(engine.library, home.abi, parts, n_rows=sizes.n_ubatch, spin_us=pool.spin_us)
+        native = NativePool(engine.library, home, parts, n_rows=sizes.n_ubatch, spin_us=pool.spin_us, looks_ahead=looks_ahead)
         late.callback(native.close)
-        context = stack.enter_context(model.context(sizes, native.callback, native.end))
+        context = stack.enter_context(native.context(model, sizes))
 
         def use(name: str, policy: Policy) -> Pool:
             changed = dataclasses.replace(pool, mode=name, policy=policy)
             check_options(changed)
-            fresh = _slots(graphs, counts, policy)
+            fresh = _slots(graphs, counts, policy, _spare(changed))
             size = _preload(memory, layers, fresh, changed)
             native.use(fresh, MODES[name], share)
             return dataclasses.replace(made, slots=fresh, preloaded_bytes=size, mode=name, policy=policy.name)
@@ -185,13 +186,18 @@ def _self_test(
     self_test(model, graphs, memory, (observer, observer.end))
 
 
-def _slots(graphs: Sequence[LayerGraph], counts: Sequence[int], policy: Policy) -> tuple[LayerSlots, ...]:
+def _spare(pool: PoolOptions) -> int:
+    """Slots that the policy leaves free: where nothing is brought ahead they would be lost."""
+    return pool.n_ahead if pool.is_native and not pool.has_tiers and pool.mode != "static" else 0
+
+
+def _slots(graphs: Sequence[LayerGraph], counts: Sequence[int], policy: Policy, n_spare: int = 0) -> tuple[LayerSlots, ...]:
     for graph, count in zip(graphs, counts, strict=True):
         if count < graph.top_k:
             raise UsageError(
                 f"{count} slots in layer {graph.layer} are fewer than its top-k: a token needs {graph.top_k} at once"
             )
-    return tuple(layer_slots(x.n_expert, count, x.top_k, policy) for x, count in zip(graphs, counts, strict=True))
+    return tuple(layer_slots(x.n_expert, count, x.top_k, policy, n_spare) for x, count in zip(graphs, counts, strict=True))
 
 
 def _preload(

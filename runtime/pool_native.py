@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -13,18 +14,25 @@ import numpy as np
 import numpy.typing as npt
 
 from bel.formats.errors import MachineError
+from bel.formats.units import align_up
 from bel.runtime import pool_rows as at
+from bel.runtime.backend_watch import BackendWatch
 from bel.runtime.cache_rows import Ints
 from bel.runtime.compiled import is_compiling
-from bel.runtime.context import NativeCallback
+from bel.runtime.context import Context, ContextOptions, NativeCallback
+from bel.runtime.engine import Model
 from bel.runtime.llama_library import LlamaLibrary
 from bel.runtime.pool_abi import PoolAbi, check_tensor_struct
 from bel.runtime.pool_counters import PoolCounters
 from bel.runtime.pool_experts import CpuExperts
 from bel.runtime.pool_graph import LayerGraph
+from bel.runtime.pool_guess import GuessGraphs
+from bel.runtime.pool_home import Home
 from bel.runtime.pool_hosts import HostExperts
 from bel.runtime.pool_layers import LayerSlots
+from bel.runtime.pool_looker import Looker, new_event
 from bel.runtime.pool_parts import PoolParts
+from bel.runtime.pool_room import HostRoom
 from bel.runtime.pool_step import UPLOAD
 from bel.runtime.slot_memory import SlotMemory
 
@@ -34,6 +42,8 @@ _FUNCTIONS = {
     at.SYNCHRONIZE: "ggml_backend_synchronize",
     at.COPY_ASYNC: "ggml_backend_tensor_copy_async",
     at.GRAPH_COMPUTE: "ggml_backend_graph_compute",
+    at.EVENT_RECORD: "ggml_backend_event_record",
+    at.EVENT_WAIT: "ggml_backend_event_wait",
 }
 _SYSTEM = {at.READ: "read", at.WRITE: "write", at.YIELD: "sched_yield", at.CLOCK_GETTIME: "clock_gettime"}
 _SPARE_ROWS = 64  # llama.cpp rounds a ubatch up
@@ -41,9 +51,14 @@ _MIN_NAMES = 16
 
 
 class NativePool:
-    """The pool behind a compiled callback.  `callback` is for `Model.context`, `end` for what follows a decode.  Close it."""
+    """The pool behind a compiled callback, for contexts of `context`, one at a time.  Close it behind them.
 
-    def __init__(self, library: LlamaLibrary, abi: PoolAbi, parts: PoolParts, *, n_rows: int, spin_us: int) -> None:
+    With `looks_ahead` experts of the next layer are brought ahead of their use to slots that the policy leaves free.
+    """
+
+    def __init__(
+        self, library: LlamaLibrary, home: Home, parts: PoolParts, *, n_rows: int, spin_us: int, looks_ahead: bool = False
+    ) -> None:
         if not is_compiling():
             raise MachineError(
                 "the slot pool needs numba, which is not installed or was turned off",
@@ -56,19 +71,42 @@ class NativePool:
         self._layers: Ints = np.zeros((self._n, at.LAYER), np.int64)
         self._request: Ints = np.zeros(at.REQUEST_SIZE, np.int64)
         self._thread: threading.Thread | None = None
-        self._fill_functions(library, abi)
+        self._home = home
+        self._open = contextlib.ExitStack()
+        with contextlib.ExitStack() as failing:
+            failing.callback(self.close)
+            self._fill(library, parts, n_rows + _SPARE_ROWS, spin_us, looks_ahead)
+            failing.pop_all()
+
+    def _fill(self, library: LlamaLibrary, parts: PoolParts, n_rows: int, spin_us: int, looks_ahead: bool) -> None:
+        self._fill_functions(library, self._home.abi)
         self._fill_home(parts.memory, parts.counters)
         for i, (graph, layer) in enumerate(zip(parts.graphs, parts.layers, strict=True)):
             self._fill_layer(i, graph, layer, parts.hosts)
         self._fill_parts(parts.memory, parts.hosts)
         self._fill_names()
-        self._fill_room(parts.layers, n_rows + _SPARE_ROWS)
+        scores = self._fill_room(parts.layers, n_rows)
+        self.root[at.STAGE_BEGUN] = -1
+        self._fill_events()
+        self._fill_ahead(library, scores, looks_ahead)
         self.root[at.MODE], self.root[at.SPIN_NS] = parts.mode, 1000 * spin_us
         self.root[at.SHARE] = self._keep(np.array([parts.share], np.float64))
         self.callback = NativeCallback(_callback().address, self.root.ctypes.data)
         if parts.cpu is not None:
             self._fill_cpu(parts.cpu)
             self._start()
+        self._looker.start(self.root)
+        self._looker.use(max(layer.n_spare for layer in parts.layers))
+
+    @contextlib.contextmanager
+    def context(self, model: Model, sizes: ContextOptions) -> Iterator[Context]:
+        """A context of the model whose experts are in these slots."""
+        watch = BackendWatch(self._home)
+        with watch:
+            context = model.context(sizes, self.callback, self._end)
+        with context:
+            self.root[at.GRAPH_BACKEND] = watch.backend
+            yield context
 
     def _keep(self, array: npt.NDArray[Any]) -> int:
         """The address of an array, which lives as long as this."""
@@ -87,6 +125,8 @@ class NativePool:
             (at.AT_NE, "ne"),
             (at.AT_NB, "nb"),
             (at.AT_TYPE, "type"),
+            (at.AT_VIEW_SRC, "view_src"),
+            (at.AT_VIEW_OFFS, "view_offs"),
         ):
             self.root[place] = library.ffi.offsetof("struct ggml_tensor", field)
 
@@ -150,12 +190,35 @@ class NativePool:
         root[at.NAME_KEYS], root[at.NAME_VALUES] = self._keep(keys), self._keep(values)
         root[at.NAME_BYTES], root[at.NAME_SIZE] = self._keep(text), size
 
-    def _fill_room(self, layers: Sequence[LayerSlots], n_rows: int) -> None:
+    def _fill_room(self, layers: Sequence[LayerSlots], n_rows: int) -> int:
+        """Memory that the home reads and writes by itself, and other memory.  Returns where guesses have room."""
         most, top_k = max(x.n_expert for x in layers), max(x.top_k for x in layers)
+        if 4 * top_k > at.NAMED_BYTES:
+            raise MachineError("the slot pool has no room for so many experts of a token", found=top_k)
+        row = align_up(4 * most, at.NAMED_BYTES)
+        room = HostRoom(self._home, 2 * row + self._n * at.NAMED_BYTES)
+        self._open.callback(room.close)
+        self.root[at.PICKED], self.root[at.NAMED] = room.address, room.address + 2 * row
         self.root[at.IDS], self.root[at.IDS_BYTES] = self._keep(np.zeros(n_rows * most, np.int32)), 4 * n_rows * most
         self.root[at.SHORT] = self._keep(np.zeros(n_rows * top_k, np.uint16))
         self.root[at.CLOCK_ROOM] = self._keep(np.zeros(4, np.int64))
         self.root[at.EVENT_ROOM] = self._keep(np.zeros(2, np.int64))
+        return room.address + row
+
+    def _fill_events(self) -> None:
+        for place in (at.COPIED_EVENT, at.OTHER_EVENT):
+            event = self.root[place] = new_event(self._home)
+            if event:
+                self._open.callback(self._home.abi.lib.ggml_backend_event_free, self._home.abi.pointer(int(event)))
+
+    def _fill_ahead(self, library: LlamaLibrary, scores: int, looks_ahead: bool) -> None:
+        graphs = None
+        if looks_ahead:
+            graphs = GuessGraphs(library, self._home, self._graphs, scores)
+            self._open.callback(graphs.close)
+        self._looker = Looker(self._home, graphs, scores)
+        self._open.callback(self._looker.close)
+        self.root[at.AHEAD] = self._looker.table.ctypes.data
 
     def _fill_cpu(self, cpu: CpuExperts) -> None:
         root = self.root
@@ -173,12 +236,14 @@ class NativePool:
 
     def use(self, layers: Sequence[LayerSlots], mode: int, share: float) -> None:
         """Go on with other slots, in another mode; between decodes.  Only a pool with the CPU's experts has all modes."""
+        self._looker.use(0)
         for i, (graph, layer) in enumerate(zip(self._graphs, layers, strict=True)):
             self._fill_layer(i, graph, layer, self._hosts)
         self.root[at.MODE], self.root[at.HAS_CPU] = mode, mode != UPLOAD
         self.root[at.SHARE] = self._keep(np.array([share], np.float64))
+        self._looker.use(max(layer.n_spare for layer in layers))
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """A decode has ended.  Raises MachineError for what went wrong within, and where a layer was computed unasked."""
         root = self.root
         error, i, value = (int(root[x]) for x in (at.ERROR, at.ERROR_LAYER, at.ERROR_VALUE))
@@ -192,11 +257,13 @@ class NativePool:
                 at.CPU_FAILED: "llama.cpp could not compute missing experts on the CPU",
             }[error]
             raise MachineError(what, tensor=self._graphs[i].topk.decode("utf-8", "replace"), found=value)
+        self._looker.check()
         if missing:
             raise MachineError(f"llama.cpp did not choose experts in {missing} layers; the output cannot be trusted")
 
     def close(self) -> None:
-        """End the thread.  A second call does nothing."""
+        """End the threads, give back what they used.  A second call does nothing."""
+        self._open.close()
         thread, self._thread = self._thread, None
         if thread is not None:
             self._request[at.STOP] = 1

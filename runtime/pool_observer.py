@@ -16,6 +16,7 @@ from bel.runtime.pool_counters import (
 from bel.runtime.pool_counters import (
     ACCESSES,
     CALLS,
+    IN_PLACE,
     MISSED,
     MOVED_BYTES,
     STAGE_CALLS,
@@ -24,7 +25,20 @@ from bel.runtime.pool_counters import (
     WAIT_NS,
 )
 from bel.runtime.pool_parts import PoolParts
-from bel.runtime.pool_step import ABSENT, DISTINCT, LOAD, RANK, ROW, STOOD, TO, plan_call
+from bel.runtime.pool_step import (
+    ABSENT,
+    DISTINCT,
+    HELD,
+    IS_HELD,
+    LOAD,
+    RANK,
+    ROW,
+    SLOT_OF,
+    STOOD,
+    TO,
+    plan_call,
+    takes_nearly_all,
+)
 from bel.runtime.slot_memory import SLOT, STAGE
 from bel.runtime.tensor import Tensor
 
@@ -46,6 +60,7 @@ class PoolObserver:
         self._absent: tuple[list[int], list[int]] = ([], [])
         self._is_staged = [False] * len(parts.graphs)
         self._served: set[int] = set()
+        self._begun = -1
 
     def ask(self, tensor: Tensor) -> bool:
         """Whether to stop: behind the choice of experts, and behind their products where the CPU may have to add rows."""
@@ -53,20 +68,30 @@ class PoolObserver:
         if found is None:
             return False
         self._nodes[found] = tensor
-        return found[0] == _ROUTER or (found[0] == _OUTPUT and self._cpu is not None and tensor.ne[2] == 1)
+        return found[0] == _ROUTER or (found[0] == _OUTPUT and self._stops_behind(found[1], tensor.ne[2]))
+
+    def _stops_behind(self, i: int, rows: int) -> bool:
+        """Whether to stop behind the products of layer i: for rows of the CPU's, or to fill the next layer's stage early."""
+        layer = self._layers[i]
+        if rows == 1:
+            return self._cpu is not None
+        return i + 1 < len(self._layers) and takes_nearly_all(rows, layer.top_k, layer.n_expert)
 
     def seen(self, tensor: Tensor) -> None:
         """Serve a choice, or add what the CPU computes."""
         what, i = self._names[tensor.raw_name]
         if what == _ROUTER:
             self._serve(i)
-        else:
+        elif tensor.ne[2] == 1:
             self._add_rows(i, tensor)
+        else:
+            self._begin_stage(i + 1)
 
     def end(self) -> None:
         """A decode has ended.  Raises MachineError where a layer was computed unasked."""
         missing = len(self._layers) - len(self._served)
         self._served.clear()
+        self._begun = -1
         if missing:
             raise MachineError(f"llama.cpp did not choose experts in {missing} layers; the output cannot be trusted")
 
@@ -113,8 +138,19 @@ class PoolObserver:
 
     def _upload(self, i: int, loads: int) -> None:
         ask = self._layers[i].ask
-        for expert, slot in zip(ask[LOAD, :loads].tolist(), ask[TO, :loads].tolist(), strict=True):
-            self._add(UPLOADED_BYTES, self._memory.upload(i, expert, slot))
+        for expert, slot, held in ask[[LOAD, TO, HELD], :loads].T.tolist():
+            if held & IS_HELD:
+                self._add(IN_PLACE, 1)
+            else:
+                self._add(UPLOADED_BYTES, self._memory.upload(i, expert, slot))
+
+    def _begin_stage(self, i: int) -> None:
+        """Begin to bring all experts of layer i that have no slot to the stage, which no layer reads any more."""
+        layer = self._layers[i]
+        for expert in range(layer.n_expert):
+            if layer.table[SLOT_OF, expert] < 0:
+                self._add(STAGED_BYTES, self._memory.stage(i, expert))
+        self._begun = i
 
     def _stage(self, i: int, distinct: int, loads: int) -> None:
         ask = self._layers[i].ask
@@ -123,12 +159,14 @@ class PoolObserver:
             if slot >= 0:
                 self._memory.stage_slot(i, expert, slot)
                 self._add(MOVED_BYTES, size)
-            else:
+            elif self._begun != i:
                 self._add(STAGED_BYTES, self._memory.stage(i, expert))
+        self._begun = -1
         self._memory.wait()
-        for expert, slot in zip(ask[LOAD, :loads].tolist(), ask[TO, :loads].tolist(), strict=True):
-            self._memory.keep(i, expert, slot)
-            self._add(MOVED_BYTES, size)
+        for expert, slot, held in ask[[LOAD, TO, HELD], :loads].T.tolist():
+            if not held & IS_HELD:
+                self._memory.keep(i, expert, slot)
+                self._add(MOVED_BYTES, size)
 
     def _read_input(self, i: int) -> None:
         assert self._cpu is not None, "only then is an expert absent"

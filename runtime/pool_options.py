@@ -27,9 +27,10 @@ class PoolOptions:
     uploaded, the CPU computes the others (`share` None: by costs measured at start).
 
     One of `slots` (in each layer, at most its experts), `slots_by_layer` and `budget_bytes` (of the home, stage included);
-    without any, all experts have slots.  `wanted` {layer: experts} fill the slots at first, most wanted first.  `n_threads`
-    compute on the CPU.  `is_native`: with the compiled callback.  `spin_us`: how long the CPU's thread waits awake for the next
-    layer before it sleeps.  `reader`, `checks`: how the experts are read.
+    without any, all experts have slots.  `n_ahead` of a layer's slots are left free by the policy, for what is brought ahead of
+    its use (of slots for all experts none, and never one of a token's top-k).  `wanted` {layer: experts} fill the slots at
+    first, most wanted first.  `n_threads` compute on the CPU.  `is_native`: with the compiled callback.  `spin_us`: how long
+    the threads beside it wait awake for the next layer before they sleep.  `reader`, `checks`: how the experts are read.
 
     Host memory holds all experts, or with one of `host_slots` (in each layer) and `host_bytes` (with the room for reads) only
     some, in the mode `upload` alone: the others are read from the disk, and the callback is not compiled.  `host_tier`:
@@ -45,6 +46,7 @@ class PoolOptions:
     wanted: Mapping[int, Sequence[int]] = field(default_factory=dict)
     share: float | None = None
     n_threads: int = 1
+    n_ahead: int = 0
     is_native: bool = True
     spin_us: int = 1000
     reader: str = "auto"

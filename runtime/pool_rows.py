@@ -57,8 +57,19 @@ from __future__ import annotations
     ERROR,
     ERROR_LAYER,
     ERROR_VALUE,
-) = range(49)
-ROOT_SIZE = 49
+    GRAPH_BACKEND,
+    EVENT_RECORD,
+    EVENT_WAIT,
+    COPIED_EVENT,
+    OTHER_EVENT,
+    PICKED,
+    NAMED,
+    AT_VIEW_SRC,
+    AT_VIEW_OFFS,
+    AHEAD,
+    STAGE_BEGUN,
+) = range(60)
+ROOT_SIZE = 60
 
 # Layer.
 (
@@ -81,8 +92,40 @@ ROOT_SIZE = 49
     CPU_ROWS,
     ROW_BYTES,
     ABSENT_NOW,
+    IDS_DATA,
+    IS_PICKED,
+) = range(21)
+LAYER = 21
+
+# What is guessed ahead (`pool_ahead.py`): of one layer at a time.  STATE is a number of the request and what became of it.
+(
+    STATE,
+    FOR_LAYER,
+    MOST_AHEAD,
+    N_GUESSED,
+    N_BROUGHT,
+    GUESSES,
+    GUESS_BACKEND,
+    FETCH_BACKEND,
+    INPUT_EVENT,
+    FETCHED_EVENT,
+    INPUT_TENSOR,
+    SCORES,
+    GUESS_GRAPHS,
+    GATE,
+    AHEAD_FD,
+    AHEAD_ROOM,
+    AHEAD_CLOCK,
+    AHEAD_STOP,
+    AHEAD_STATUS,
 ) = range(19)
-LAYER = 19
+AHEAD_SIZE = 19
+IDLE, REQUESTED, CLAIMED, DONE_AHEAD = range(4)
+N_STATES = 4
+MOST_GUESSES = 16
+
+NAMED_BYTES = 512
+"""Of each layer's room for the slots of a row: top-k of 128 at most."""
 
 # Part.
 WEIGHT, STRIDE, HOST_AT, HOST_STRIDE, SLOTS_AT, STAGE_AT = range(6)

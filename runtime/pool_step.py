@@ -34,15 +34,22 @@ UPLOAD, SPLIT, STATIC = range(3)
 """How misses are met in calls of one row: all uploaded, some uploaded and the others computed on the CPU, all computed."""
 
 # Rows of a layer's table of slots, i64: by expert its slot or -1, by slot its expert or -1, the free slots as a stack, marks
-# of the slots that a call uses, and (places below) numbers.
-SLOT_OF, EXPERT_IN, FREE, USED_BY, NUMBER = range(5)
-TABLE_ROWS = 5
+# of the slots that a call uses, (places below) numbers, by slot the expert whose bytes it has, be it free or not, or -1, and
+# by slot whether these were begun to be brought while it was free.
+SLOT_OF, EXPERT_IN, FREE, USED_BY, NUMBER, CONTENT, EARLY = range(7)
+TABLE_ROWS = 7
 N_FREE, CALLS = range(2)
 
 # Rows of what a call asks for, i64: its distinct experts, and where each stood before (-1: nowhere); experts to be brought
-# into slots, and those; ranks whose experts the CPU computes, and those; the ids of a single row, as slots.
-DISTINCT, STOOD, LOAD, TO, RANK, ABSENT, ROW = range(7)
-ASK_ROWS = 7
+# into slots, those, and (below) what the slot is; ranks whose experts the CPU computes, and those; the ids of a
+# single row, as slots.
+DISTINCT, STOOD, LOAD, TO, HELD, RANK, ABSENT, ROW = range(8)
+ASK_ROWS = 8
+IS_HELD, IS_EARLY = 1, 2
+"""Of a slot that an expert gets: it has the bytes already; some were begun to be brought to it while it was free."""
+
+STAGE_PICKS = 4
+"""A call with so many times as many picks as there are experts takes nearly all: e^-4 of them, one in fifty, it does not."""
 
 _ROUNDING = 1e-9  # of a share such as 0.3: 10 misses of it are 3
 
@@ -54,6 +61,12 @@ def slot_table(n_expert: int, n_slots: int) -> Ints:
     table[NUMBER] = 0
     table[NUMBER, N_FREE] = n_slots
     return table
+
+
+@compiled_if_possible
+def takes_nearly_all(rows: int, top_k: int, n_expert: int) -> bool:
+    """Whether the stage may be filled before a call of so many rows has chosen."""
+    return rows > 1 and rows * top_k >= STAGE_PICKS * n_expert
 
 
 @compiled_if_possible
@@ -69,7 +82,8 @@ def plan_call(
 ) -> tuple[int, int, int, int]:
     """Serve the call `ids` (rows, top_k).  `row` (top_k,) is room.  `share`: of the misses, for SPLIT.
 
-    Returns (distinct, missed, loads, absent).  A call of one row goes through the slots: `loads` are to be brought there, the
+    Returns (distinct, missed, loads, absent).  A call of one row goes through the slots: `loads` are to be brought there, but
+    for those of which `ask[HELD]` says that the slot has them: it was free, and they came by a guess, or never left.  The
     ids become those in `ask[ROW]`, which for the `absent` experts that the CPU computes are slots that the call does not use
     otherwise.  A call of more rows goes through the stage: all its `distinct` experts are to be brought there, before the
     `loads` are brought to their slots, and the ids stay as they are.
@@ -79,7 +93,7 @@ def plan_call(
     uncounted, missed = 0, 0
     part = ids
     if rows == 1 and mode == SPLIT:
-        kept, missed = _keep(ints, reals, ids, row, share)
+        kept, missed = _keep(ints, reals, table, ids, row, share)
         part = row[:kept].reshape((1, kept))
         uncounted = top_k - kept
     # One place to call it from: the compiler copies it, the largest function by far, to each.
@@ -94,22 +108,28 @@ def plan_call(
 
 
 @compiled_if_possible
-def _keep(ints: Ints, reals: Floats, ids: npt.NDArray[np.uint16], row: npt.NDArray[np.uint16], share: float) -> tuple[int, int]:
-    """Put the experts that are resident or to be uploaded into `row`; the numbers of those and of all misses.
+def _keep(
+    ints: Ints, reals: Floats, table: Ints, ids: npt.NDArray[np.uint16], row: npt.NDArray[np.uint16], share: float
+) -> tuple[int, int]:
+    """Put the experts that are resident, held by a free slot, or to be uploaded into `row`; the numbers of those and of all
+    misses.
 
     The others' uses are counted where the policy counts uses: they must be able to earn a slot.
     """
     top_k = ids.shape[1]
-    missed = 0
+    missed, held = 0, 0
     for rank in range(top_k):
-        if not ints[RESIDENT, np.int64(ids[0, rank])]:
+        item = np.int64(ids[0, rank])
+        if not ints[RESIDENT, item]:
             missed += 1
-    uploads = math.ceil(missed * share - _ROUNDING)
+            if place_held(table, item, table[NUMBER, N_FREE]) >= 0:
+                held += 1
+    uploads = math.ceil((missed - held) * share - _ROUNDING)
     kept = 0
     passed = 0
     for rank in range(top_k):
         item = np.int64(ids[0, rank])
-        if not ints[RESIDENT, item]:
+        if not ints[RESIDENT, item] and place_held(table, item, table[NUMBER, N_FREE]) < 0:
             passed += 1
             if passed > uploads:
                 if ints[CONFIG, KIND] == LFU_DECAY or ints[CONFIG, KIND] == LFUDA:
@@ -118,6 +138,15 @@ def _keep(ints: Ints, reals: Floats, ids: npt.NDArray[np.uint16], row: npt.NDArr
         row[kept] = ids[0, rank]
         kept += 1
     return kept, missed
+
+
+@compiled_if_possible
+def place_held(table: Ints, item: np.int64 | int, free: np.int64 | int) -> int:
+    """Where in the stack of the first `free` free slots the one stands that has the bytes of an expert; -1 for none."""
+    for place in range(free):
+        if table[CONTENT, table[FREE, place]] == item:
+            return place
+    return -1
 
 
 @compiled_if_possible
@@ -135,13 +164,22 @@ def _assign(ints: Ints, table: Ints, ask: Ints, entered: int, given_up: int) -> 
             table[FREE, free] = slot
             free += 1
     loads = 0
-    for i in range(entered):
-        item = ints[MISSED, i]
-        if ints[RESIDENT, item] and table[SLOT_OF, item] < 0:
+    for wants_held in (True, False):  # first those, else another expert might take the slot that has their bytes
+        for i in range(entered):
+            item = ints[MISSED, i]
+            if not ints[RESIDENT, item] or table[SLOT_OF, item] >= 0:
+                continue
+            place = place_held(table, item, free) if wants_held else free - 1
+            if place < 0:
+                continue
+            slot = table[FREE, place]
             free -= 1
-            slot = table[FREE, free]
-            table[SLOT_OF, item], table[EXPERT_IN, slot] = slot, item
+            table[FREE, place] = table[FREE, free]
+            table[SLOT_OF, item], table[EXPERT_IN, slot], table[CONTENT, slot] = slot, item, item
+            early = IS_EARLY if table[EARLY, slot] > 0 else 0
+            table[EARLY, slot] = 0
             ask[LOAD, loads], ask[TO, loads] = item, slot
+            ask[HELD, loads] = early | IS_HELD if wants_held else early
             loads += 1
     table[NUMBER, N_FREE] = free
     return loads

@@ -23,6 +23,11 @@ class TierObserver(PoolObserver):
         super().__init__(abi, parts)
         self._mover = mover
 
+    def _stops_behind(self, i: int, rows: int) -> bool:
+        """Never: the mover fills the stage, once it knows what stays in host memory."""
+        del i, rows
+        return False
+
     def _meet(self, i: int, topk: Tensor, ids: npt.NDArray[np.uint16]) -> None:
         is_staged = len(ids) > 1
         plan = self._mover.serve(i, ids)

@@ -16,6 +16,8 @@ from numba.core import types
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 
+from bel.runtime import pool_rows as at
+
 F = TypeVar("F", bound=Callable[..., Any])
 _ir: Any = importlib.import_module("llvmlite.ir")  # which has no types
 _WORD = _ir.IntType(64)
@@ -57,6 +59,15 @@ def _store(_context: Any, _address: Any, _value: Any) -> Any:
     return types.void(types.int64, types.int64), generate
 
 
+def _swap(_context: Any, _address: Any, _old: Any, _new: Any) -> Any:
+    def generate(_codegen: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        place = builder.inttoptr(arguments[0], _WORD.as_pointer())
+        both = builder.cmpxchg(place, arguments[1], arguments[2], "seq_cst", "seq_cst")
+        return builder.extract_value(both, 1)
+
+    return types.boolean(types.int64, types.int64, types.int64), generate
+
+
 call: Any = intrinsic(_call)
 """`call(address, a, b, c, d, e)`: the C function there, with five integers."""
 pointer: Any = intrinsic(_pointer)
@@ -65,6 +76,8 @@ load: Any = intrinsic(_load)
 """`load(address)`: a word that another thread stores, and with it all that it wrote before."""
 store: Any = intrinsic(_store)
 """`store(address, value)`: a word that another thread loads."""
+swap: Any = intrinsic(_swap)
+"""`swap(address, old, new)`: puts a word in the place of another one; False where that one was not there any more."""
 
 
 @compiled
@@ -77,3 +90,14 @@ def words(address: int, count: int) -> Any:
 def table(address: int, rows: int, columns: int) -> Any:
     """Words i64 (rows, columns) at an address."""
     return carray(pointer(address), (rows, columns), np.int64)
+
+
+_CLOCK_MONOTONIC = 1
+
+
+@compiled
+def now(root: Any, room: int) -> int:
+    """Nanoseconds of a clock that only goes forward.  Each thread has a room of 16 bytes of its own."""
+    call(root[at.CLOCK_GETTIME], _CLOCK_MONOTONIC, room, 0, 0, 0)
+    time = words(room, 2)
+    return int(time[0] * 1000000000 + time[1])

@@ -229,7 +229,8 @@ def test_uploads_are_those_of_the_simulator(policy: str, slots: int, tiny: Path,
     assert 0 < decode.hits < decode.accesses
     assert decode.uploaded_bytes == decode.missed * size
     prompt = found["prompt"]
-    assert prompt.staged_bytes <= prompt.missed * size, "what was in a slot came from there"
+    without_slot = LAYERS * (EXPERTS + EXPERTS - slots)  # of both graphs; the first begins with empty slots
+    assert prompt.staged_bytes <= without_slot * size, "what was in a slot came from there"
     assert prompt.moved_bytes > 0
 
 

@@ -1,0 +1,99 @@
+"""The thread that brings likely experts ahead of their use, and the tables that it shares with the callback."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from bel.formats.errors import MachineError
+from bel.runtime import pool_rows as at
+from bel.runtime.cache_rows import Ints
+from bel.runtime.guess_gate import make_gate
+from bel.runtime.pool_guess import GuessGraphs
+from bel.runtime.pool_home import Home
+
+
+class Looker:
+    """`table` is what `pool_ahead.py` works on; without `graphs` nothing is guessed, and there is no thread.
+
+    `room` is for the thread's clock, `events` whether the home's streams can wait for each other.  Close it before the graphs.
+    """
+
+    def __init__(self, home: Home, graphs: GuessGraphs | None, scores: int) -> None:
+        self._abi = home.abi
+        self.table: Ints = np.zeros(at.AHEAD_SIZE, np.int64)
+        self._gate, self._guesses, self._room = make_gate(), np.zeros(at.MOST_GUESSES, np.int64), np.zeros(4, np.int64)
+        self._events: list[int] = []
+        self._thread: threading.Thread | None = None
+        table = self.table
+        table[at.GATE], table[at.GUESSES] = self._gate.ctypes.data, self._guesses.ctypes.data
+        self._graphs: Ints = np.zeros(0, np.int64)
+        if graphs is None:
+            return
+        self._graphs = np.array(graphs.graphs, np.int64)
+        table[at.GUESS_GRAPHS], table[at.SCORES] = self._graphs.ctypes.data, scores
+        table[at.GUESS_BACKEND], table[at.FETCH_BACKEND] = graphs.backend, graphs.fetches
+        table[at.INPUT_TENSOR] = graphs.input
+        table[at.INPUT_EVENT], table[at.FETCHED_EVENT] = self._event(home), self._event(home)
+        table[at.AHEAD_ROOM], table[at.AHEAD_CLOCK] = self._room.ctypes.data, self._room.ctypes.data + 16
+
+    def _event(self, home: Home) -> int:
+        event = new_event(home)
+        if event:
+            self._events.append(event)
+        return event
+
+    def start(self, root: Ints) -> None:
+        """Begin to answer requests of the callback with these tables."""
+        if not self._graphs.any():
+            return
+        self.table[at.AHEAD_FD] = os.eventfd(0, os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=_looker(), args=(root.ctypes.data,), name="bel-looks-ahead", daemon=True)
+        self._thread.start()
+
+    def use(self, most: int) -> None:
+        """From now on bring at most so many experts of a layer ahead; between decodes.  Nothing is under way behind it."""
+        self._rest()
+        self._gate[:] = 0
+        self.table[at.MOST_AHEAD] = min(most, at.MOST_GUESSES) if self._thread is not None else 0
+
+    def _rest(self) -> None:
+        """What a decode that failed left asked for is answered first."""
+        while self._thread is not None and self.table[at.STATE] % at.N_STATES in (at.REQUESTED, at.CLAIMED):
+            time.sleep(0.0001)
+
+    def check(self) -> None:
+        """Raise MachineError where a guess could not be computed."""
+        status, self.table[at.AHEAD_STATUS] = int(self.table[at.AHEAD_STATUS]), 0
+        if status:
+            raise MachineError("llama.cpp could not compute a guess of the next layer's experts", found=f"status {status}")
+
+    def close(self) -> None:
+        """End the thread.  A second call does nothing."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self.table[at.AHEAD_STOP] = 1
+            os.eventfd_write(int(self.table[at.AHEAD_FD]), 1)
+            thread.join()
+            os.close(int(self.table[at.AHEAD_FD]))
+        events, self._events = self._events, []
+        for event in events:
+            self._abi.lib.ggml_backend_event_free(self._abi.pointer(event))
+
+
+def new_event(home: Home) -> int:
+    """The address of an event of the home's device; 0 where its streams do not know such: then every copy is waited for."""
+    event = home.abi.lib.ggml_backend_event_new(home.device)
+    return 0 if event == home.abi.ffi.NULL else home.abi.number(event)
+
+
+@cache
+def _looker() -> Any:
+    from bel.runtime.pool_machine import make_looker
+
+    return make_looker()
