@@ -140,6 +140,16 @@ def test_pool_and_stock_layout_take_turns(
                 assert memories.made == memories.closed == before + (mode != "own"), mode
 
 
+def test_a_pool_that_looks_ahead_can_be_closed(tiny: Path, device: Device) -> None:
+    """What it was bringing ahead when it was closed goes nowhere any more."""
+    home = cpu_home(Engine.open())
+    options = pool_options(tiny, "split", slots=10, n_ahead=4)
+    with load_pool(Engine.open(), open_bundle(tiny), SIZES, options, home) as loaded:
+        for mode in ("upload", "own", "split", "own", "upload"):
+            found = own(loaded, device, 9, 20) if mode == "own" else pool(loaded, mode, 9, 20)
+            assert largest_difference(found, stock(TINY, 9, 20)) == 0.0, mode
+
+
 def test_bytes_of_another_expert_are_found(tiny: Path, device: Device) -> None:
     """The comparison can fail: one projection of one layer has the first expert in every place."""
     home = cpu_home(Engine.open())
