@@ -82,7 +82,8 @@ def bench_command(
                 ready = event
                 _say_ready(ready, request)
             elif isinstance(event, BenchResult):
-                _print(event, reports, passes, request, as_json=as_json)
+                assert ready is not None, "the whole comes after its model"
+                _print(event, reports, passes, request, _own_counts(ready, len(passes)), as_json=as_json)
                 if costs is not None and costs_file is not None and ready is not None and ready.running.bundle is not None:
                     made = costs_file.with_name(f"{costs_file.stem}-run.json")
                     replace_file(made, encode_costs(run_costs(costs, event, ready.running.bundle)))
@@ -103,8 +104,27 @@ def _say_ready(ready: Ready, request: BenchRequest) -> None:
     say(NAME, f"a prompt of {len(ready.prompt)} tokens and {len(ready.decoded)} to decode, {of}")
 
 
+def _own_counts(ready: Ready, n_passes: int) -> dict[str, Any]:
+    """llama.cpp's own cache tells of all passes together, once its context is gone: that is `cache` of the whole."""
+    ready.running.finish()
+    counts = ready.running.own_counts
+    if counts is None:
+        return {}
+    from bel.runtime.generate import Speed
+    from bel.runtime.gpu_report import own_cache_json
+
+    speed = Speed(len(ready.prompt) * n_passes, 0.0, len(ready.decoded) * n_passes, 0.0)
+    return {"cache": own_cache_json(counts, speed)}
+
+
 def _print(
-    result: BenchResult, reports: list[dict[str, Any]], passes: list[dict[str, Any]], request: BenchRequest, *, as_json: bool
+    result: BenchResult,
+    reports: list[dict[str, Any]],
+    passes: list[dict[str, Any]],
+    request: BenchRequest,
+    own: dict[str, Any],
+    *,
+    as_json: bool,
 ) -> None:
     from bel.runtime.bench_report import load_warning, pass_rows, whole_json, whole_line
 
@@ -116,7 +136,7 @@ def _print(
         figures = [
             {**one, "speed": report["speed"], "cache": report["cache"]} for one, report in zip(passes, reports, strict=True)
         ]
-        print_json({**reports[0], **whole_json(result), "source": source, "seed": request.seed, "passes": figures})
+        print_json({**reports[0], **own, **whole_json(result), "source": source, "seed": request.seed, "passes": figures})
         return
     lines = pass_rows(passes)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

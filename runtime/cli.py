@@ -123,6 +123,7 @@ def main_command(
                 is_stopped=is_stopped,
             )
             report = _generate(running, generation, tokens, n_predict, shows=not as_json)
+        running.finish()
         if as_json:
             print_json(report_json(report, running))
         if stats:

@@ -14,44 +14,48 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bel.runtime.policies import Policy, parse_policy
+from bel.runtime.context import Context
+from bel.runtime.policies import Policy
 from bel.runtime.pool_model import PoolRun
 
-WARM_TOKENS, TIMED_TOKENS = 8, 16
-"""Tokens of each way: the first ones fill slots and wake threads."""
+WARM_TOKENS, TIMED_TOKENS = 24, 16
+"""Tokens of each way.  The first ones fill slots, or llama.cpp's own cache, which begins empty, and wake threads.  As many for
+each way, so that all are timed on the same tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A mode of the pool with a policy, and what a token took with it: the median of the timed ones, in seconds."""
+    """A mode of the pool with a policy, or llama.cpp's own cache, and what a token took: the median of the timed ones, in
+    seconds."""
 
     mode: str
     policy: str
     seconds: float
 
 
-def choose(run: PoolRun, tokens: npt.NDArray[np.int32], ways: Sequence[tuple[str, Policy]]) -> list[Way]:
-    """Try each of `ways` on `tokens` (n,), again from the start where there are too few; fastest first.
-
-    The pool is left in the fastest way with slots as at its start, its context empty, and nothing of the trial counted.
-    """
+def trial_tokens(tokens: npt.NDArray[np.int32], n_ctx: int) -> list[int]:
+    """What is tried: `tokens` (n,), again from the start where there are too few, and no more than a context has room for."""
     given = [int(token) for token in tokens] or [0]
-    trial = [given[i % len(given)] for i in range(WARM_TOKENS + TIMED_TOKENS)]
+    return [given[i % len(given)] for i in range(min(WARM_TOKENS + TIMED_TOKENS, n_ctx))]
+
+
+def try_pool(run: PoolRun, trial: Sequence[int], ways: Sequence[tuple[str, Policy]]) -> list[Way]:
+    """Try ways of a pool.  Counts and slots are left as the last one made them."""
     tried = []
     for mode, policy in ways:
         run.use(mode, policy)
-        run.context.clear()
-        seconds = [_timed(run, token) for token in trial]
-        tried.append(Way(mode, policy.name, statistics.median(seconds[WARM_TOKENS:])))
-    tried.sort(key=lambda way: way.seconds)
-    run.use(tried[0].mode, parse_policy(tried[0].policy))
-    run.context.clear()
-    run.pool.counters.reset()
+        tried.append(Way(mode, policy.name, seconds_per_token(run.context, trial)))
     return tried
 
 
-def _timed(run: PoolRun, token: int) -> float:
+def seconds_per_token(context: Context, trial: Sequence[int]) -> float:
+    """Compute tokens one by one, from the start; the median of the last."""
+    context.clear()
+    return statistics.median([_timed(context, token) for token in trial][-TIMED_TOKENS:])
+
+
+def _timed(context: Context, token: int) -> float:
     began = time.perf_counter()
-    run.context.decode([token])
-    run.context.logits  # noqa: B018 - waits for the device
+    context.decode([token])
+    context.logits  # noqa: B018 - waits for the device
     return time.perf_counter() - began

@@ -2,8 +2,9 @@
 
 The ways: `upload` brings a missing expert into a slot before it is used, which gives the logits of llama.cpp with everything on
 the GPU, bit by bit, while decoding; `static` never changes the slots and has the CPU compute what is missing; `split` does both
-at once; `auto` tries those that can be and takes the fastest.  Where the host's memory does not do for all experts it holds
-some that have no slot, the others are on disk alone, and `upload` is the only way.
+at once; `cache` has llama.cpp's own cache of experts in the slots' place; `auto` tries those that can be and takes the fastest.
+Where the host's memory does not do for all experts it holds some that have no slot, the others are on disk alone, and `upload`
+is the only way.
 """
 
 from __future__ import annotations
@@ -11,10 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-
-import numpy as np
-import numpy.typing as npt
+from dataclasses import replace
 
 from bel.formats.bundle import Bundle, check_sizes
 from bel.formats.errors import UsageError
@@ -22,15 +20,17 @@ from bel.formats.plan import Plan
 from bel.formats.process import rss_bytes
 from bel.formats.units import MIB, format_bytes
 from bel.runtime.context import ContextOptions
-from bel.runtime.devices import Device, find_gpu, free_device_bytes
+from bel.runtime.devices import find_gpu, free_device_bytes
 from bel.runtime.engine import Engine, Model
 from bel.runtime.first_check import check_dense, check_tails
-from bel.runtime.gpu_choice import Way, choose
+from bel.runtime.gpu_cache import Promise, needs_all_experts
+from bel.runtime.gpu_run import GpuRun
 from bel.runtime.policies import STATIC, Policy, parse_policy
 from bel.runtime.pool_home import device_home
-from bel.runtime.pool_model import PoolRun, open_pool
+from bel.runtime.pool_loading import load_pool
 from bel.runtime.pool_options import PoolOptions
-from bel.runtime.run_options import AUTO, RunOptions
+from bel.runtime.run_options import AUTO, CACHE, RunOptions
+from bel.runtime.stock_gpu import check_engine
 
 HOST_MARGIN_BYTES = 64 * MIB
 """Of host memory, for what no line of the sum has: buffers of readers, page tables, the driver's own."""
@@ -38,35 +38,6 @@ SPARE_CORES = 4
 """Not used for experts on the CPU: the thread that drives the GPU must never wait for a core (measured on 16 cores)."""
 RESERVE_BYTES = 256 * MIB
 """Left free on a GPU where no --vram is given: for its driver, and for whoever draws the screen."""
-
-
-@dataclass(slots=True)
-class GpuRun:
-    """A pool on a device, and how it came to its way: `tried` is what `auto` measured, fastest first."""
-
-    pool: PoolRun
-    device: Device
-    way: str
-    vram_bytes: int
-    used_bytes: Callable[[], int]
-    has_wanted: bool
-    policy: Policy
-    tried: list[Way] = field(default_factory=list)
-
-    def reset_counters(self) -> None:
-        """Nothing has been counted."""
-        self.pool.pool.counters.reset()
-        if self.pool.pool.tier is not None:
-            self.pool.pool.tier.counters.reset()
-
-    def choose(self, tokens: npt.NDArray[np.int32]) -> None:
-        """For `auto`: take the way that is fastest on these tokens.  Does nothing for a way that was asked for by name."""
-        if self.way != AUTO or self.tried or not self.pool.can_change:
-            return
-        ways = [("upload", self.policy), ("split", self.policy)]
-        if self.has_wanted:
-            ways.append(("static", parse_policy("static")))
-        self.tried = choose(self.pool, tokens, ways)
 
 
 @contextlib.contextmanager
@@ -80,6 +51,8 @@ def open_gpu(
     policy = parse_policy(options.policy)
     pool = _pool_options(options, plan, policy)
     engine = Engine.open(options.engine)
+    if options.gpu == CACHE:
+        check_engine(engine)
     device = find_gpu(engine, options.gpu_number)
     home = device_home(engine, device.address)
     check_sizes(bundle)
@@ -100,8 +73,11 @@ def open_gpu(
         return replace(sizes(model), n_threads=1)
 
     has_own_memory = home.kind != home.abi.lib.ggml_backend_cpu_buffer_type()
-    with open_pool(engine, bundle, one_thread, pool, home, used_bytes=used if has_own_memory else None) as run:
-        yield GpuRun(run, device, options.gpu or AUTO, vram_bytes, used, bool(pool.wanted), policy)
+    with (
+        load_pool(engine, bundle, one_thread, pool, home, used_bytes=used if has_own_memory else None) as loaded,
+        GpuRun(loaded, device, options.gpu or AUTO, policy, Promise(vram_bytes, used), keeps_promise=has_own_memory) as run,
+    ):
+        yield run
 
 
 def _pool_options(options: RunOptions, plan: Plan | None, policy: Policy) -> PoolOptions:
@@ -112,7 +88,7 @@ def _pool_options(options: RunOptions, plan: Plan | None, policy: Policy) -> Poo
         raise UsageError(f"the policy static does not go with --gpu {way}", hint="Give --gpu static, or another --policy")
     threads = options.n_threads or max(1, len(os.sched_getaffinity(0)) - SPARE_CORES)
     return PoolOptions(
-        mode="split" if way == AUTO else way,  # which has all that the others need
+        mode={AUTO: "split", CACHE: "upload"}.get(way, way),  # split has all that the others need
         policy=parse_policy("static") if way == "static" else policy,
         slots=options.slots,
         slots_by_layer=None if plan is None else {x.layer: x.slots for x in plan.layers},
@@ -139,5 +115,7 @@ def _with_host_tier(pool: PoolOptions, options: RunOptions, bundle: Bundle) -> P
             f"and buffers take {format_bytes(taken)}",
             hint="Give a larger --ram",
         )
+    if options.gpu == CACHE:
+        raise needs_all_experts()
     mode = "upload" if options.gpu == AUTO else pool.mode
     return replace(pool, mode=mode, host_bytes=room)

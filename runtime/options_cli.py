@@ -26,7 +26,7 @@ from bel.runtime.run_options import (
 )
 
 PATH = click.Path(path_type=Path)
-GPU_WAYS = (*POOL_WAYS, *STOCK_WAYS)
+GPU_WAYS = tuple(dict.fromkeys((*POOL_WAYS, *STOCK_WAYS)))
 
 
 def _size(_ctx: click.Context, _parameter: click.Parameter, value: str | None) -> int | None:
@@ -88,8 +88,8 @@ _OPTIONS = (
         flag_value=AUTO,
         callback=_gpu,
         metavar="[WAY|N]",
-        help="Slots on a GPU, needs --engine: auto (or the number of a GPU), upload, split or static; with --stock all, "
-        "cpu-moe or cache (docs/gpu.md).",
+        help="Experts on a GPU, needs --engine: auto (or the number of a GPU), upload, split, static or cache; with --stock "
+        "all, cpu-moe or cache (docs/gpu.md).",
     ),
     click.option(
         "--vram",

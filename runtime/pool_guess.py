@@ -129,4 +129,5 @@ class GuessGraphs:
         self.backend = self.fetches = 0
         for backend in backends:
             if backend:
+                self._abi.lib.ggml_backend_synchronize(self._abi.pointer(backend))  # it may still bring something
                 self._abi.lib.ggml_backend_free(self._abi.pointer(backend))

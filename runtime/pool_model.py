@@ -8,41 +8,32 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from bel.formats.bundle import Bundle, check_sizes
-from bel.formats.errors import MachineError, UsageError
+from bel.formats.bundle import Bundle
+from bel.formats.errors import UsageError
 from bel.formats.experts_file import LayerLayout
-from bel.formats.manifest import EXPERTS
-from bel.formats.units import format_bytes
-from bel.runtime.bundle_model import check_headers, load_bundle
 from bel.runtime.context import Context, ContextOptions
 from bel.runtime.engine import Engine, Model
 from bel.runtime.policies import Policy, parse_policy
 from bel.runtime.pool_costs import MissCosts, measure_costs
 from bel.runtime.pool_counters import PoolCounters
 from bel.runtime.pool_experts import CpuExperts
-from bel.runtime.pool_graph import ARCHITECTURES, GraphLearner, LayerGraph, scratch_bytes
+from bel.runtime.pool_graph import LayerGraph
 from bel.runtime.pool_home import Home
-from bel.runtime.pool_hosts import HostExperts
 from bel.runtime.pool_layers import LayerSlots, layer_slots
+from bel.runtime.pool_loading import LoadedPool, load_pool
 from bel.runtime.pool_native import NativePool
 from bel.runtime.pool_observer import PoolObserver
-from bel.runtime.pool_options import MODES, PoolOptions, check_options, host_counts, slot_counts
+from bel.runtime.pool_options import MODES, PoolOptions, check_options
 from bel.runtime.pool_parts import PoolParts
-from bel.runtime.pool_self_test import self_test
-from bel.runtime.pool_stacks import read_experts
+from bel.runtime.pool_self_test import observed, self_test
 from bel.runtime.pool_step import SPLIT, UPLOAD
 from bel.runtime.pool_tiers import HostTier, make_tier
 from bel.runtime.pool_tiers_hosts import TierHosts
 from bel.runtime.pool_tiers_observer import TierObserver
-from bel.runtime.slot_buffer import SlotType
 from bel.runtime.slot_memory import SLOT, HomeBytes, SlotMemory
-from bel.runtime.slot_stage import StackShape, stage_bytes
-
-_TRIAL = ContextOptions(32, 32, 32, 1, n_outputs=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,46 +98,48 @@ def open_pool(
     without it for the pool alone.  Raises DamagedBundleError for a bundle that is not whole, UsageError for an architecture
     that the pool does not know and for slots that do not do, MachineError where the machine refuses.
     """
+    with load_pool(engine, bundle, options, pool, home, used_bytes=used_bytes) as loaded, open_slots(loaded, pool) as run:
+        yield run
+
+
+@contextlib.contextmanager
+def open_slots(loaded: LoadedPool, pool: PoolOptions, known: MissCosts | None = None) -> Iterator[PoolRun]:
+    """Make the slots of a loaded model, and a context; at its end their memory is free for others, and the model as before.
+
+    `pool` may differ from the options of the loading in its mode and policy.  `known`: the costs of misses, where they were
+    measured before.  One at a time, and with no context of another kind on the model.
+    """
     check_options(pool)
-    check_architecture(bundle)
-    check_sizes(bundle)
-    check_headers(bundle)
-    places = [place for place, layer in enumerate(bundle.manifest.layers) if not layer.is_mtp]
-    layers = tuple(bundle.manifest.layers[place] for place in places)
-    stage = stage_bytes(_shapes(bundle, layers), home.reads_ahead)
-    least = slot_counts(pool, layers, stage)  # what cannot do is refused before anything is loaded
-    if pool.has_tiers:
-        host_counts(pool, layers, least)
+    engine, model, home, sizes = loaded.engine, loaded.model, loaded.home, loaded.sizes
+    layers, graphs, counts, hosts = loaded.layers, loaded.graphs, loaded.counts, loaded.hosts
     with contextlib.ExitStack() as stack:
-        # What is pushed is closed in reverse: first the context and the model, then what their weights point into.
+        # What is pushed is closed in reverse: first the context, then what its callback works with.
         late = stack.enter_context(contextlib.ExitStack())
-        model = stack.enter_context(_load(engine, bundle, home))
-        sizes = options if isinstance(options, ContextOptions) else options(model)
-        graphs, taken = _learn(model, bundle, layers, home, sizes, used_bytes)
-        counts = slot_counts(_less(pool, taken), layers, stage)
-        hosts: HostExperts
-        if pool.has_tiers:
-            held = host_counts(pool, layers, counts)
-            hosts = TierHosts(home, bundle, places, held, reader=pool.reader, checks=pool.checks)
-        else:
-            hosts = read_experts(home, bundle, places, reader=pool.reader, checks=pool.checks)
-        late.callback(hosts.close)
         memory = SlotMemory(home, engine.library.ffi, graphs, counts, hosts)
         late.callback(memory.close)
+        late.callback(_restore_biases, engine, graphs)
         for i in range(len(layers)):
             memory.point(i, SLOT)
-        _self_test(model, home, graphs, counts, hosts, memory)
-        slots = _slots(graphs, counts, pool.policy)
-        mode, counters, cpu, costs, tier = MODES[pool.mode], PoolCounters(), None, None, None
+        slots, counters = _slots(graphs, counts, pool.policy), PoolCounters()
+        mode, native, cpu, costs, tier = MODES[pool.mode], None, None, None, None
         if isinstance(hosts, TierHosts):
             tier = make_tier(home.abi, hosts, memory, slots, pool.host_tier, counters)
-        preloaded = _preload(memory, layers, slots, pool, tier)
         if mode != UPLOAD:
             cpu = CpuExperts(engine.library, home.abi, graphs, hosts, memory, pool.n_threads)
             late.callback(cpu.close)
-            costs = measure_costs(graphs, memory, cpu) if mode == SPLIT and pool.share is None else None
+            if mode == SPLIT and pool.share is None:
+                costs = known or measure_costs(graphs, memory, cpu)
         share = costs.share if costs is not None else pool.share or 0.0
         parts = PoolParts(graphs, slots, hosts, memory, cpu, counters, mode, share)
+        tested = dataclasses.replace(parts, layers=_slots(graphs, counts, parse_policy("lru")), mode=UPLOAD)
+        if pool.is_native and tier is None:
+            native = NativePool(engine.library, home, tested, n_rows=sizes.n_ubatch, spin_us=pool.spin_us, n_ahead=pool.n_ahead)
+            late.callback(native.close)
+            self_test(model, graphs, memory, native.context)
+        else:
+            self_test(model, graphs, memory, observed(PoolObserver(home.abi, dataclasses.replace(tested, cpu=None))))
+        counters.reset()
+        preloaded = _preload(memory, layers, slots, pool, tier)
         made = Pool(
             home=home.name,
             layers=layers,
@@ -163,13 +156,12 @@ def open_pool(
             costs=costs,
             tier=tier,
         )
-        if not pool.is_native or tier is not None:
+        if native is None:
             observer = PoolObserver(home.abi, parts) if tier is None else TierObserver(home.abi, parts, tier.mover)
             context = stack.enter_context(model.context(sizes, observer, observer.end))
             yield PoolRun(model, context, made)
             return
-        native = NativePool(engine.library, home, parts, n_rows=sizes.n_ubatch, spin_us=pool.spin_us, n_ahead=pool.n_ahead)
-        late.callback(native.close)
+        native.use(slots, mode, share)
         context = stack.enter_context(native.context(model, sizes))
 
         def use(name: str, policy: Policy) -> Pool:
@@ -183,83 +175,11 @@ def open_pool(
         yield PoolRun(model, context, made, None if cpu is None else use)
 
 
-def _less(pool: PoolOptions, taken_bytes: int) -> PoolOptions:
-    """The options with what is left of the budget."""
-    if pool.budget_bytes is None or not taken_bytes:
-        return pool
-    if pool.budget_bytes <= taken_bytes:
-        raise UsageError(
-            f"the weights that every token uses, the KV cache and the buffers of llama.cpp take {format_bytes(taken_bytes)} of "
-            f"the device's memory, and {format_bytes(pool.budget_bytes)} are allowed",
-            hint="Give a larger --vram, a smaller --context, or a smaller --ubatch",
-        )
-    return dataclasses.replace(pool, budget_bytes=pool.budget_bytes - taken_bytes)
-
-
-def _self_test(
-    model: Model, home: Home, graphs: Sequence[LayerGraph], counts: Sequence[int], hosts: HostExperts, memory: SlotMemory
-) -> None:
-    slots = _slots(graphs, counts, parse_policy("lru"))
-    observer = PoolObserver(home.abi, PoolParts(graphs, slots, hosts, memory, None, PoolCounters(), UPLOAD, 0.0))
-    self_test(model, graphs, memory, (observer, observer.end))
-
-
-def check_architecture(bundle: Bundle) -> None:
-    """Raise UsageError for a model whose graph the pool does not know."""
-    manifest = bundle.manifest
-    if manifest.arch not in ARCHITECTURES:
-        raise UsageError(f"the slot pool does not know the architecture {manifest.arch}", expected=", ".join(ARCHITECTURES))
-    if not any(not layer.is_mtp for layer in manifest.layers):
-        raise UsageError("the model has no layer with experts", path=str(bundle.folder))
-
-
-def _shapes(bundle: Bundle, layers: Sequence[LayerLayout]) -> list[list[StackShape]]:
-    rows = bundle.manifest.tensors
-    return [
-        [StackShape(rows[p.tensor].type_id, rows[p.tensor].ne[0], p.size_bytes, layer.n_expert) for p in layer.parts]
-        for layer in layers
-    ]
-
-
-@contextlib.contextmanager
-def _load(engine: Engine, bundle: Bundle, home: Home) -> Iterator[Model]:
-    names = [re.escape(row.name) for row in bundle.manifest.tensors if row.dest == EXPERTS]
-    slot_type = SlotType(home)
-    pattern = f"^({'|'.join(names)})$"
-    with contextlib.ExitStack() as stack:
-        with slot_type:
-            # The CPU is no device that layers go to.  Of several GPUs only this one may have layers.
-            device = home.abi.number(home.device) if home.gpu_layers else None
-            types = [(pattern, slot_type.pointer)]
-            loading = load_bundle(engine, bundle, gpu_layers=home.gpu_layers, buffer_types=types, device=device)
-            model = stack.enter_context(loading)
-        yield model
-
-
-def _learn(
-    model: Model,
-    bundle: Bundle,
-    layers: Sequence[LayerLayout],
-    home: Home,
-    sizes: ContextOptions,
-    used_bytes: Callable[[], int] | None,
-) -> tuple[list[LayerGraph], int]:
-    """Compute one token for nothing but the names of its nodes; and what of the home's memory the model and a context take."""
-    abi = home.abi
-    trial = sizes if used_bytes is not None else _TRIAL
-    buffer = abi.lib.ggml_backend_buft_alloc_buffer(home.kind, scratch_bytes(layers))
-    if buffer == abi.ffi.NULL:
-        raise MachineError(f"{home.name} has no memory for a token's experts", path=abi.path)
-    try:
-        abi.lib.ggml_backend_buffer_clear(buffer, 0)
-        base = abi.number(abi.lib.ggml_backend_buffer_get_base(buffer))
-        learner = GraphLearner(home, model.engine.library.ffi, layers, bundle.manifest.tensors, base)
-        with model.context(trial, learner) as context:
-            context.decode([0])
-            taken = 0 if used_bytes is None else used_bytes() - scratch_bytes(layers)
-        return learner.finish(), taken
-    finally:
-        abi.lib.ggml_backend_buffer_free(buffer)
+def _restore_biases(engine: Engine, graphs: Sequence[LayerGraph]) -> None:
+    """Let them be where the loader put them: from there the next slots copy them, and llama.cpp's own layout reads them."""
+    ffi = engine.library.ffi
+    for bias in (bias for graph in graphs for bias in graph.biases):
+        ffi.cast("struct ggml_tensor *", bias.tensor).data = ffi.cast("void *", bias.data)
 
 
 def _slots(graphs: Sequence[LayerGraph], counts: Sequence[int], policy: Policy) -> tuple[LayerSlots, ...]:

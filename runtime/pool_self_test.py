@@ -7,12 +7,14 @@ choice is left as it is.  Once they lie in slots, and the choice is renamed.  Ev
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from bel.formats.errors import MachineError
-from bel.runtime.context import ContextOptions, Observer
+from bel.runtime.context import Context, ContextOptions, Observer
 from bel.runtime.engine import Model
 from bel.runtime.pool_graph import LayerGraph
 from bel.runtime.slot_memory import SLOT, STAGE, SlotMemory
@@ -47,20 +49,32 @@ class StageObserver:
         self._memory.wait()
 
 
-def self_test(
-    model: Model,
-    graphs: Sequence[LayerGraph],
-    memory: SlotMemory,
-    slots: tuple[Observer, Callable[[], None]],
-) -> None:
-    """Run both and compare; `slots` is a pool's observer on fresh slots, and what follows a decode of it.
+class EndingObserver(Observer, Protocol):
+    """An observer that is told when a decode has ended."""
+
+    def end(self) -> None:
+        """It has."""
+
+
+Contexts = Callable[[Model, ContextOptions], AbstractContextManager[Context]]
+"""Makes a context of a model in which a pool serves."""
+
+
+def observed(observer: EndingObserver) -> Contexts:
+    """Contexts with that observer."""
+    return lambda model, sizes: model.context(sizes, observer, observer.end)
+
+
+def self_test(model: Model, graphs: Sequence[LayerGraph], memory: SlotMemory, slots: Contexts) -> None:
+    """Run both and compare; `slots` makes a context of a pool with fresh slots.
 
     Raises MachineError where a logit differs, or is not a number.
     """
-    expected = _logits(model, StageObserver(graphs, memory), None)
+    staged = StageObserver(graphs, memory)
+    expected = _logits(model, lambda model, sizes: model.context(sizes, staged))
     for i in range(len(graphs)):
         memory.point(i, SLOT)
-    found = _logits(model, *slots)
+    found = _logits(model, slots)
     if not np.isfinite(expected).all() or not np.array_equal(expected.view(np.uint32), found.view(np.uint32)):
         with np.errstate(all="ignore"):
             worst = float(np.abs(expected - found).max())
@@ -72,10 +86,10 @@ def self_test(
         )
 
 
-def _logits(model: Model, observer: Observer, after: Callable[[], None] | None) -> npt.NDArray[np.float32]:
+def _logits(model: Model, contexts: Contexts) -> npt.NDArray[np.float32]:
     """(N_TOKENS, n_vocab)."""
     rows = []
-    with model.context(_SIZES, observer, after) as context:
+    with contexts(model, _SIZES) as context:
         for token in range(N_TOKENS):
             context.decode([token % model.n_vocab])
             rows.append(context.logits[0].copy())

@@ -9,9 +9,11 @@ DEFAULT_POLICY = "lfu-decay:0.98"
 DEFAULT_CONTEXT = 4096
 DEFAULT_UBATCH = 512
 AUTO = "auto"
-POOL_WAYS = (AUTO, "upload", "split", "static")
+CACHE = "cache"
+"""llama.cpp's own cache of experts, fed from a bundle, or with `stock` from a GGUF."""
+POOL_WAYS = (AUTO, "upload", "split", "static", CACHE)
 """Ways to use a GPU with a bundle; `auto` tries the others."""
-STOCK_WAYS = {"all": "gpu", "cpu-moe": "cpu", "cache": "cache"}
+STOCK_WAYS = {"all": "gpu", "cpu-moe": "cpu", CACHE: "cache"}
 """Stock llama.cpp's ways to use a GPU, and where its experts are then."""
 
 

@@ -15,7 +15,7 @@ from bel.runtime.running import Running
 from bel.runtime.slot_budget import MARGIN_BYTES
 
 if TYPE_CHECKING:
-    from bel.runtime.gpu_running import GpuRun
+    from bel.runtime.pool_model import Pool
 
 NS = 1e-9
 STOCK_READER = "mmap"
@@ -34,7 +34,9 @@ class RunReport:
 
 
 def report_json(report: RunReport, running: Running) -> dict[str, Any]:
-    """The object of `--json`.  A quantity whose denominator is 0 is None; `cache` is None for a stock run."""
+    """The object of `--json`.  A quantity whose denominator is 0 is None; `cache` is None where nothing counts: for a stock run
+    without a cache, and with llama.cpp's own before the run is finished.
+    """
     speed, run = report.speed, running.bundle
     return {
         "text": report.text,
@@ -49,7 +51,7 @@ def report_json(report: RunReport, running: Running) -> dict[str, Any]:
             "decode_seconds": speed.decode_seconds,
             "decode_tokens_per_s": _ratio(speed.decode_tokens, speed.decode_seconds),
         },
-        "cache": _gpu_cache_json(running.gpu, speed) if running.gpu else None if run is None else _cache_json(run, speed),
+        "cache": _gpu_cache_json(running, speed) if run is None else _cache_json(run, speed),
         "major_faults_per_token": _ratio(report.major_faults, speed.decode_tokens),
         "peak_rss_bytes": report.peak_rss_bytes,
     }
@@ -80,10 +82,18 @@ def _load_json(running: Running) -> dict[str, Any]:
     }
 
 
-def _gpu_cache_json(run: GpuRun, speed: Speed) -> dict[str, Any]:
+def _gpu_cache_json(running: Running, speed: Speed) -> dict[str, Any] | None:
+    if running.own_counts is not None:
+        from bel.runtime.gpu_report import own_cache_json
+
+        return own_cache_json(running.own_counts, speed)
+    return _pool_json(running.gpu.pool.pool, speed) if running.gpu is not None and running.gpu.pool is not None else None
+
+
+def _pool_json(pool: Pool, speed: Speed) -> dict[str, Any]:
     from bel.runtime.gpu_report import pool_json
 
-    counters, tier = run.pool.pool.counters, run.pool.pool.tier
+    counters, tier = pool.counters, pool.tier
     lower = (None, None) if tier is None else (tier.counters.decode, tier.counters.prompt)
     decode = pool_json(counters.decode, speed.decode_tokens, lower[0])
     return {"phase": "decode", **decode, "prompt": pool_json(counters.prompt, speed.prompt_tokens, lower[1])}
@@ -127,7 +137,11 @@ def report_rows(report: RunReport, running: Running) -> list[tuple[str, str]]:
         counters = run.cache.counters
         rows += _phase_rows("prompt", counters.prompt, speed.prompt_tokens, speed.prompt_seconds)
         rows += _phase_rows("decode", counters.decode, speed.decode_tokens, speed.decode_seconds)
-    if running.gpu is not None:
+    if running.own_counts is not None:
+        from bel.runtime.gpu_report import own_cache_rows
+
+        rows += own_cache_rows(running.own_counts, speed)
+    if running.gpu is not None and running.gpu.pool is not None:
         from bel.runtime.gpu_report import pool_rows
 
         pool, tier = running.gpu.pool.pool.counters, running.gpu.pool.pool.tier

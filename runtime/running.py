@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from bel.runtime.gpu_running import GpuRun
+    from bel.runtime.gpu_run import GpuRun
+    from bel.runtime.stock_cache import CacheCounts
     from bel.runtime.stock_gpu import StockGpuRun
 
 TRIED_CONTEXT, TRIAL_CONTEXT = 1 << 16, 1024
@@ -43,12 +44,13 @@ larger share: in a container of 100 MiB the bytes alone would leave nothing."""
 class Running:
     """A model that is ready.  `bundle` is None for a stock one; `policy` is the name of the one in force.
 
-    `promised_bytes` is the memory that the run keeps to, None where slots were given instead; `is_default` says that it was
-    taken from what is free.  `n_positions`: how many tokens the context is good for.
+    `opened` is the context that it began with, and `context` the one in force.  `promised_bytes` is the memory that the run
+    keeps to, None where slots were given instead; `is_default` says that it was taken from what is free.  `n_positions`: how
+    many tokens the context is good for.
     """
 
     model: Model
-    context: Context
+    opened: Context
     bundle: BundleRun | None
     policy: str | None
     promised_bytes: int | None
@@ -56,6 +58,23 @@ class Running:
     n_positions: int
     gpu: GpuRun | None = None
     stock_gpu: StockGpuRun | None = None
+
+    @property
+    def context(self) -> Context:
+        """Where tokens are computed.  To choose a way for a GPU makes another one."""
+        return self.opened if self.gpu is None else self.gpu.context
+
+    @property
+    def own_counts(self) -> CacheCounts | None:
+        """What llama.cpp's own cache of experts did; None before `finish`, and without such a cache."""
+        own = self.stock_gpu if self.gpu is None else self.gpu.cache
+        return None if own is None else own.counts
+
+    def finish(self) -> None:
+        """Nothing more is computed: llama.cpp tells what its own cache did when it is freed."""
+        own = self.stock_gpu if self.gpu is None else self.gpu
+        if own is not None:
+            own.finish()
 
     def choose(self, tokens: npt.NDArray[np.int32]) -> None:
         """Where a way is still to be chosen, take the one that is fastest on these tokens.  Before anything is computed."""
@@ -68,7 +87,7 @@ class Running:
             counters = self.bundle.cache.counters
             counters.now = counters.decode
         if self.gpu is not None:
-            self.gpu.pool.pool.counters.begin_decode()
+            self.gpu.begin_decode()
 
 
 @contextlib.contextmanager
@@ -155,8 +174,8 @@ def _open_gpu(options: RunOptions, sizes: Callable[[Model], ContextOptions], inn
     bundle = open_bundle(options.path)
     plan = None if options.plan is None else checked_plan(options.plan, bundle)
     with open_gpu(options, bundle, plan, sizes) as run:
-        context = run.pool.context
-        yield Running(run.pool.model, context, None, None, None, False, _positions(options, run.pool.model, context), gpu=run)
+        model, context = run.loaded.model, run.context
+        yield Running(model, context, None, None, None, False, _positions(options, model, context), gpu=run)
 
 
 @contextlib.contextmanager

@@ -57,7 +57,7 @@ class HomeBytes:
 class SlotMemory:
     """One buffer of the home.  Its memory is only touched through the library, which knows how.
 
-    Copies are only begun; `wait` returns once they have arrived.  Close it after the model.
+    Copies are only begun; `wait` returns once they have arrived.  Close it once nothing computes with it any more.
     """
 
     def __init__(self, home: Home, ffi: Any, graphs: Sequence[LayerGraph], counts: Sequence[int], hosts: HostExperts) -> None:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from bel.formats.bundle import Bundle
 from bel.formats.errors import MachineError
 from bel.formats.experts import ExpertLayer
 from bel.formats.gguf_model import GgufModel
@@ -90,37 +91,73 @@ class CacheSizes:
         return low
 
 
-def cache_sizes(model: GgufModel, layers: Iterable[ExpertLayer], alignment: int) -> CacheSizes:
-    """The groups that llama.cpp will make of a model's layers.
+@dataclass(frozen=True, slots=True)
+class CacheLayer:
+    """A layer as llama.cpp looks at it.  `stacks`: type and shape of each of its expert tensors; `part_bytes`: an expert's in
+    each.  `n_used` of None: a layer whose top-k is not known counts with all of its experts."""
 
-    A layer whose top-k the metadata do not give counts with all of its experts.
-    """
-    groups: dict[tuple[object, ...], list[ExpertLayer]] = {}
-    for layer in layers:
-        if not layer.is_mtp:  # never loaded
-            tensors = [model.tensors[part.tensor] for part in layer.parts]
-            groups.setdefault(tuple((t.type_id, t.ne) for t in tensors), []).append(layer)
-    return CacheSizes(tuple(map(_group, groups.values())), alignment)
+    n_expert: int
+    n_used: int | None
+    stacks: tuple[tuple[int, tuple[int, ...]], ...]
+    part_bytes: tuple[int, ...]
 
 
-def _group(layers: Sequence[ExpertLayer]) -> CacheGroup:
+def gguf_layers(model: GgufModel, layers: Iterable[ExpertLayer]) -> list[CacheLayer]:
+    """The layers of a GGUF; one that decoding never reaches is never loaded."""
+    found = []
+    for layer in (x for x in layers if not x.is_mtp):
+        tensors = [model.tensors[part.tensor] for part in layer.parts]
+        sizes = tuple(part.slice_bytes for part in layer.parts)
+        found.append(CacheLayer(layer.n_expert, layer.n_used, tuple((t.type_id, t.ne) for t in tensors), sizes))
+    return found
+
+
+def bundle_layers(bundle: Bundle) -> list[CacheLayer]:
+    """The layers of a bundle, in the manifest's order."""
+    found = []
+    for layer in (x for x in bundle.manifest.layers if not x.is_mtp):
+        tensors = [bundle.manifest.tensors[part.tensor] for part in layer.parts]
+        sizes = tuple(part.size_bytes for part in layer.parts)
+        found.append(CacheLayer(layer.n_expert, layer.n_used, tuple((t.type_id, t.ne) for t in tensors), sizes))
+    return found
+
+
+def cache_sizes(layers: Sequence[CacheLayer], alignment: int) -> CacheSizes:
+    """The groups that llama.cpp will make of a model's layers."""
+    return CacheSizes(tuple(_group([layers[i] for i in members]) for members in _groups(layers)), alignment)
+
+
+def group_slots(layers: Sequence[CacheLayer], counts: Sequence[int]) -> list[int]:
+    """Slots of each group where layer i is to have `counts[i]`."""
+    return [sum(counts[i] for i in members) for members in _groups(layers)]
+
+
+def _groups(layers: Sequence[CacheLayer]) -> list[list[int]]:
+    groups: dict[tuple[tuple[int, tuple[int, ...]], ...], list[int]] = {}
+    for i, layer in enumerate(layers):
+        groups.setdefault(layer.stacks, []).append(i)
+    return list(groups.values())
+
+
+def _group(layers: Sequence[CacheLayer]) -> CacheGroup:
     cycle = sum(layer.n_used or layer.n_expert for layer in layers)
-    return CacheGroup(len(layers), layers[0].n_expert, cycle, tuple(part.slice_bytes for part in layers[0].parts))
+    return CacheGroup(len(layers), layers[0].n_expert, cycle, layers[0].part_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheCounts:
     """What the cache did in one context.
 
-    Hits and misses of graphs of up to 8 tokens, and of 9 to 32; `uploaded_bytes` for both, as printed: rounded to 0.01 MiB.
-    `copied`: experts that larger graphs, which only read the cache, found in it.
+    Hits, misses and bytes uploaded by graphs of up to 8 tokens, and (`batch_`) of 9 to 32; bytes as printed: rounded to 0.01
+    MiB.  `copied`: experts that larger graphs, which only read the cache, found in it.
     """
 
     hits: int = 0
     misses: int = 0
+    uploaded_bytes: int = 0
     batch_hits: int = 0
     batch_misses: int = 0
-    uploaded_bytes: int = 0
+    batch_uploaded_bytes: int = 0
     copied: int = 0
 
     @property
@@ -135,18 +172,17 @@ def read_counts(lines: Iterable[str]) -> CacheCounts:
 
     Raises MachineError for a line of the cache that has another form.
     """
-    found: dict[str, tuple[int, int]] = {}
-    uploaded, copied = 0.0, 0
+    found: dict[str, tuple[int, int, int]] = {}
+    copied = 0
     for line in lines:
         if match := _COUNTS.search(line):
-            found[match[1]] = int(match[2]), int(match[3])
-            uploaded += float(match[4])
+            found[match[1]] = int(match[2]), int(match[3]), round(float(match[4]) * MIB)
         elif match := _COPIES.search(line):
             copied = int(match[1])
         elif "llama_moe_cache:" in line and ("hits" in line or "copied" in line):
             raise MachineError("llama.cpp words the counts of its expert cache in another way", found=line.strip())
-    small, large = found.get("<= 8", (0, 0)), found.get("> 8", (0, 0))
-    return CacheCounts(*small, *large, round(uploaded * MIB), copied)
+    small, large = found.get("<= 8", (0, 0, 0)), found.get("> 8", (0, 0, 0))
+    return CacheCounts(*small, *large, copied)
 
 
 def read_slots(lines: Iterable[str]) -> int:

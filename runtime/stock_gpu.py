@@ -29,7 +29,7 @@ from bel.runtime.devices import (
 from bel.runtime.engine import Engine, Model, ModelOptions
 from bel.runtime.free_memory import free_bytes
 from bel.runtime.llama_abi import CONTEXT_LAYOUTS, HOW_TO_INSTALL
-from bel.runtime.stock_cache import CacheCounts, CacheSizes, cache_sizes, read_counts, read_slots
+from bel.runtime.stock_cache import CacheCounts, CacheSizes, cache_sizes, gguf_layers, read_counts, read_slots
 
 EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
 """LLM_FFN_EXPS_REGEX of common/common.h: what `--cpu-moe` keeps in host memory."""
@@ -59,6 +59,11 @@ class StockGpuRun:
     def __init__(self, model: Model, context: Context, device: Device, slots: int | None) -> None:
         self.model, self.context, self.device, self.slots = model, context, device, slots
         self._counts: CacheCounts | None = None
+
+    @property
+    def counts(self) -> CacheCounts | None:
+        """What the cache did; None before `finish`, and without a cache."""
+        return self._counts
 
     def finish(self) -> CacheCounts | None:
         """Free the context, upon which llama.cpp tells what its cache did; None without a cache.
@@ -133,16 +138,17 @@ def check_options(engine: Engine, device: Device, source: GgufModel, options: St
     if options.experts not in PLACES:
         raise ValueError(f"experts on '{options.experts}', not on one of {PLACES}")
     if options.experts == "cache":
-        _check_cache(engine, stock_cache_sizes(engine, device, source), options)
+        check_cache(engine, stock_cache_sizes(engine, device, source), options)
     _check_room(device, source, options)
 
 
 def stock_cache_sizes(engine: Engine, device: Device, source: GgufModel) -> CacheSizes:
     """How the slots of llama.cpp's own cache follow from its size, for a model on a device."""
-    return cache_sizes(source, find_experts(source), alignment_bytes(engine, buffer_type(engine, device)))
+    return cache_sizes(gguf_layers(source, find_experts(source)), alignment_bytes(engine, buffer_type(engine, device)))
 
 
-def _check_cache(engine: Engine, sizes: CacheSizes, options: StockGpuOptions) -> None:
+def check_engine(engine: Engine) -> None:
+    """Raise MachineError for an engine without a cache of its own."""
     if engine.library.context_params != CONTEXT_LAYOUTS[0]:
         raise MachineError(
             "this llama.cpp is too old to have an expert cache of its own",
@@ -150,6 +156,11 @@ def _check_cache(engine: Engine, sizes: CacheSizes, options: StockGpuOptions) ->
             found=engine.build,
             hint=HOW_TO_INSTALL,
         )
+
+
+def check_cache(engine: Engine, sizes: CacheSizes, options: StockGpuOptions) -> None:
+    """Raise MachineError for an engine without a cache, UsageError for one that would not pay."""
+    check_engine(engine)
     if options.forced:
         return
     if options.load_mode == "mmap":
@@ -202,9 +213,14 @@ def _check_pinned(engine: Engine, device: Device) -> None:
     wanted = None if kind is None else buffer_type_name(engine, kind)
     names = [match[1] for _, line in engine.log if (match := _HOST_LINE.search(line))]
     if wanted not in names:
-        raise MachineError(
-            "the experts are not in pinned memory, and llama.cpp's own cache is slow from any other",
-            found=", ".join(names),
-            expected=wanted,
-            hint="The limit on locked memory (ulimit -l) or free memory may be too low",
-        )
+        raise not_pinned(found=", ".join(names), expected=wanted)
+
+
+def not_pinned(found: str | None = None, expected: str | None = None) -> MachineError:
+    """What to say where the experts are in memory from which copies are slow."""
+    return MachineError(
+        "the experts are not in pinned memory, and llama.cpp's own cache is slow from any other",
+        found=found,
+        expected=expected,
+        hint="The limit on locked memory (ulimit -l) or free memory may be too low",
+    )

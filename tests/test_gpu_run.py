@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from bel.formats.bundle import open_bundle
@@ -17,14 +16,9 @@ from bel.formats.plan_json import load_plan
 from bel.profiler.cli import main_group as profile
 from bel.runtime import gpu_running
 from bel.runtime.cli import NAME, main_command
-from bel.runtime.context import ContextOptions
 from bel.runtime.devices import devices
 from bel.runtime.engine import Engine
-from bel.runtime.gpu_choice import choose
-from bel.runtime.policies import parse_policy
 from bel.runtime.pool_home import cpu_home
-from bel.runtime.pool_model import open_pool
-from bel.runtime.pool_options import PoolOptions
 from exactness import repack
 from faults import HANG_SECONDS
 
@@ -137,20 +131,6 @@ def test_speed_is_measured_with_a_gpu_too(tiny: Path, capsys: pytest.CaptureFixt
     for one in answer["passes"]:
         assert one["decode_tokens_per_s"] > 0
         assert one["cache"]["accesses"] == 8 * 6 * 4, "a trial before it does not count"
-
-
-def test_the_fastest_way_is_left_in_force(tiny: Path) -> None:
-    """The trial leaves no trace: the context is empty, nothing is counted, the slots are as they were at the start."""
-    engine = Engine.open()
-    options = PoolOptions(mode="split", slots=8)
-    with open_pool(engine, open_bundle(tiny), ContextOptions(64, 64, 64, 1), options, cpu_home(engine)) as pool:
-        ways = [("upload", parse_policy("lru")), ("split", parse_policy("lfu-decay:0.98"))]
-        tried = choose(pool, np.array([5, 6, 7], np.int32), ways)
-        assert [way.seconds for way in tried] == sorted(way.seconds for way in tried)
-        assert (pool.pool.mode, pool.pool.policy) == (tried[0].mode, tried[0].policy)
-        assert pool.context.n_past == 0
-        assert pool.pool.counters.prompt.accesses == pool.pool.counters.decode.accesses == 0
-        assert all(slots.in_slots == [-1] * 8 for slots in pool.pool.slots)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

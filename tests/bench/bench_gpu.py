@@ -2,8 +2,8 @@
 
 Each row is a fresh context: the prompt and a few tokens once to warm up, then the prompt as one batch and the held-out tokens
 one by one, forced, so that all rows compute the same.  Rows: stock llama.cpp with everything on the GPU; with the experts in
-host memory (`--cpu-moe`), by threads and load mode; with its own expert cache at three shares of the experts.  Rows of other
-ways are groups of cases too: see `GROUPS`.  docs/gpu.md has a run of it.
+host memory (`--cpu-moe`), by threads and load mode; with its own expert cache at three shares of the experts, from the GGUF and
+from a bundle; the slot pool's modes, and what `auto` takes.  See `GROUPS` and gpu_pool.py.  docs/gpu.md has a run of it.
 """
 
 from __future__ import annotations

@@ -56,9 +56,7 @@ OURS = ("exclusive", "inclusive")
 STOCK = ("cpu-moe, mmap, all but one", "own cache, mmap", "cpu-moe, mmap, 4 threads", "cpu-moe, in memory")
 
 
-def measured(
-    context: Any, prompt: Any, decoded: Any, begin: Any = lambda: None, seconds: float = math.inf
-) -> dict[str, float]:
+def measured(context: Any, prompt: Any, decoded: Any, begin: Any = lambda: None, seconds: float = math.inf) -> dict[str, float]:
     """Tokens per second of the prompt as one batch, and then one by one, none begun after so many seconds."""
     began = time.perf_counter()
     context.decode(prompt)

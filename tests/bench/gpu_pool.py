@@ -1,21 +1,28 @@
-"""The slot pool's rows of `bench_gpu.py`: modes, sizes and profiles."""
+"""The rows of `bench_gpu.py` that run a bundle: the slot pool by modes, sizes and profiles, llama.cpp's cache, and `auto`."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bel.formats.bundle import open_bundle
-from bel.runtime.gpu_choice import choose
+from bel.formats.errors import MachineError
+from bel.runtime.devices import free_device_bytes
+from bel.runtime.gpu_cache import Promise, check_own_cache, open_own_cache, own_cache_sizes
+from bel.runtime.gpu_run import GpuRun
 from bel.runtime.policies import parse_policy
 from bel.runtime.pool_counters import PROMPT
 from bel.runtime.pool_home import device_home
+from bel.runtime.pool_loading import LoadedPool, load_pool
 from bel.runtime.pool_model import PoolRun, open_pool
 from bel.runtime.pool_options import PoolOptions
+from bel.runtime.run_options import AUTO
+from bel.runtime.stock_cache import CacheCounts
 
 if TYPE_CHECKING:
-    from bench_gpu import Bench, Case, Group, Ready
+    from bench_gpu import Bench, Case, Group, Hits, Ready
 
 MODES = (("static", "static"), ("upload", "lru"), ("upload", "lfu-decay:0.98"), ("split", "lfu-decay:0.98"))
 
@@ -68,6 +75,51 @@ def _facts(run: PoolRun) -> dict[str, Any]:
     return {"share": pool.share, "costs": costs, "slot_bytes": pool.bytes.slots, "stage_bytes": pool.bytes.stage}
 
 
+def own_cache() -> Group:
+    """llama.cpp's own cache over the bundle's experts in pinned host memory, at the sizes of stock's rows."""
+
+    @contextlib.contextmanager
+    def group(bench: Bench) -> Iterator[Sequence[Case]]:
+        from bench_gpu import SHARES, Case
+
+        home = device_home(bench.engine, bench.device.address)
+        with load_pool(bench.engine, open_bundle(bench.bundle), bench.sizes(), PoolOptions(), home) as loaded:
+            check_own_cache(loaded)
+            sizes = own_cache_sizes(loaded)
+            cases = []
+            for share in SHARES:
+                size = sizes.size_for_share(share)
+                facts = {"cache_bytes": size, "slots": sum(sizes.slots(size)), "threads": loaded.sizes.n_threads}
+                cases.append(Case("cache of a bundle", share, functools.partial(_cache_case, bench, loaded, size), facts))
+            yield cases
+
+    group.__qualname__ = "cache bundle"
+    return group
+
+
+@contextlib.contextmanager
+def _cache_case(bench: Bench, loaded: LoadedPool, cache_bytes: int) -> Iterator[Ready]:
+    from bench_gpu import Ready
+
+    with open_own_cache(loaded, bench.device, loaded.sizes, cache_bytes) as run:
+        expected = sum(own_cache_sizes(loaded).slots(cache_bytes))
+        if run.slots != expected:
+            raise MachineError(
+                "llama.cpp makes another number of slots of this size than stock_cache.py computes",
+                found=run.slots,
+                expected=expected,
+            )
+        yield Ready(run.context, lambda: _own_hits(run.finish()))
+
+
+def _own_hits(counts: CacheCounts | None) -> Hits:
+    from bench_gpu import Hits
+
+    if counts is None or not counts.hits + counts.misses:
+        raise MachineError("llama.cpp's own cache was made, and counted nothing: it was not used", found=counts)
+    return Hits(counts.hits, counts.misses)
+
+
 def auto(share: float, workload: str) -> Group:
     """What `bel-run --gpu auto` with a plan would take, by the first tokens of the prompt."""
 
@@ -80,18 +132,37 @@ def auto(share: float, workload: str) -> Group:
         policy = parse_policy("lfu-decay:0.98")
         options = PoolOptions("split", policy, slots=slots, wanted=bench.orders[workload], n_threads=bench.n_pool_threads)
         home = device_home(bench.engine, bench.device.address)
-        with open_pool(bench.engine, bundle, bench.sizes(1), options, home) as run:
-            ways = [("upload", policy), ("split", policy), ("static", parse_policy("static"))]
-            tried = choose(run, bench.work.prompt, ways)
-            facts = {"tried": [(way.mode, 1 / way.seconds) for way in tried], **_facts(run)}
-            yield [Case(f"auto, profile {workload}: {tried[0].mode}", share, lambda: _ready(run), facts)]
+        before = free_device_bytes(bench.engine, bench.device)
+        promise = Promise(before, lambda: before - free_device_bytes(bench.engine, bench.device))
+        with (
+            load_pool(bench.engine, bundle, bench.sizes(1), options, home) as loaded,
+            GpuRun(loaded, bench.device, AUTO, policy, promise, keeps_promise=True) as run,
+        ):
+            run.choose(bench.work.prompt)
+            facts = {"tried": [(way.mode, 1 / way.seconds) for way in run.tried], "left_out": run.left_out}
+            facts |= {"cache_bytes": run.cache_bytes} if run.pool is None else _facts(run.pool)
+            yield [Case(f"auto, profile {workload}: {run.mode}", share, lambda: _ready_run(run), facts)]
 
     group.__qualname__ = f"pool auto {share:.0%} {workload}"
     return group
 
 
+@contextlib.contextmanager
+def _ready_run(run: GpuRun) -> Iterator[Ready]:
+    """Of a pool the slots are warm, as in its other rows; a cache is made anew, for it tells its counts when it is freed."""
+    from bench_gpu import Ready
+
+    if run.pool is not None:
+        with _ready(run.pool) as ready:
+            yield ready
+        return
+    run.use_cache()
+    yield Ready(run.context, lambda: _own_hits(run.finish()))
+
+
 def groups(shares: Sequence[float], workload: str, others: Sequence[str]) -> list[Group]:
-    """All modes with the workload's own profile, and the fixed set with the others'."""
-    found = [pool(mode, policy, share, workload) for share in shares for mode, policy in MODES]
+    """llama.cpp's own cache, all modes with the workload's own profile, `auto`, and the fixed set with the others' profiles."""
+    found = [own_cache()]
+    found += [pool(mode, policy, share, workload) for share in shares for mode, policy in MODES]
     found += [auto(share, workload) for share in shares]
     return found + [pool("static", "static", share, other) for share in shares for other in others]
