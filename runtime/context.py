@@ -111,9 +111,9 @@ class Context:
             what = f"llama.cpp cannot make a context of {options.n_ctx} positions (a smaller --context needs less memory)"
             raise model.engine.failure(MachineError, what, path=str(model.path))
         # It rounds the sizes; a batch above its own limit would abort the process.
-        self.n_batch = min(options.n_batch, lib.llama_n_batch(self._pointer))
+        self.n_batch: int = min(options.n_batch, lib.llama_n_batch(self._pointer))
         self.n_ubatch: int = lib.llama_n_ubatch(self._pointer)
-        self.n_ctx = min(options.n_ctx, lib.llama_n_ctx(self._pointer))
+        self.n_ctx: int = min(options.n_ctx, lib.llama_n_ctx(self._pointer))
         self._memory = lib.llama_get_memory(self._pointer)
         self._c_tokens, self._tokens = _buffer(ffi, "int32_t", np.int32, self.n_batch)
         self._c_positions, self._positions = _buffer(ffi, "int32_t", np.int32, self.n_batch)
@@ -130,6 +130,11 @@ class Context:
         pointer, self._pointer = self._pointer, None
         if pointer is not None:
             self.model.engine.library.lib.llama_free(pointer)
+
+    @property
+    def n_prompt(self) -> int:
+        """Tokens of the longest prompt that is one graph."""
+        return min(self.n_ubatch, self.n_batch, self.n_ctx)
 
     def clear(self) -> None:
         """Forget the sequence."""

@@ -104,7 +104,7 @@ def open_own_cache(loaded: LoadedPool, device: Device, sizes: ContextOptions, ca
 def fitting_cache(loaded: LoadedPool, device: Device, sizes: ContextOptions, promise: Promise | None) -> int:
     """Bytes of the cache to use: as many experts as the pool's slots, and fewer where a budget would not be kept.
 
-    With a promise a context is made and a token computed, to see what all takes.  Raises UsageError below one token cycle, and
+    With a promise a context is made and a prompt computed, to see what all takes.  Raises UsageError below one token cycle, and
     where slots that were asked for do not fit; it says what does.
     """
     cache, size = own_cache_sizes(loaded), own_cache_bytes(loaded)
@@ -125,7 +125,7 @@ def fitting_cache(loaded: LoadedPool, device: Device, sizes: ContextOptions, pro
 def _used(loaded: LoadedPool, device: Device, sizes: ContextOptions, size: int, promise: Promise) -> int:
     with open_own_cache(loaded, device, sizes, size) as run:
         before = promise.used_bytes()
-        run.context.decode([0])
+        run.context.decode([0] * run.context.n_prompt)  # kernels ask for rooms of their own
         run.context.logits  # noqa: B018 - waits for the device
         return max(before, promise.used_bytes())
 

@@ -130,7 +130,7 @@ def _cache_load_json(run: GpuRun, cache: StockGpuRun) -> dict[str, Any]:
 
 def pool_json(counts: PoolCounts, tokens: int, tier: TierCounts | None = None) -> dict[str, Any]:
     """One phase, for `cache` of the report."""
-    links = {"h2d": counts.uploaded_bytes + counts.staged_bytes}
+    links = {"h2d": counts.to_home_bytes}
     if tier is not None:
         links = {"nvme": tier.nvme_bytes, "h2d": tier.h2d_bytes, "d2h": tier.d2h_bytes}
     return {
@@ -139,6 +139,7 @@ def pool_json(counts: PoolCounts, tokens: int, tier: TierCounts | None = None) -
         "misses": counts.missed,
         "hit_rate": counts.hits / counts.accesses if counts.accesses else None,
         "on_cpu": counts.absent,
+        "in_time": counts.in_time,
         "bytes_per_token": {name: size / tokens if tokens else None for name, size in links.items()},
         "from_ram": None if tier is None else tier.from_ram,
         "from_nvme": None if tier is None else tier.from_nvme,
@@ -159,8 +160,11 @@ def pool_rows(name: str, counts: PoolCounts, tokens: int, tier: TierCounts | Non
         links = ((tier.nvme_bytes, "from disk"), (tier.h2d_bytes, "to the GPU"), (tier.d2h_bytes, "back from it"))
         each = ", ".join(f"{size / tokens / 1e6:.2f} MB {what}" for size, what in links)
         return [experts, (f"{name} misses", f"{tier.from_ram} from RAM, {tier.from_nvme} from disk; per token {each}")]
-    moved = (counts.uploaded_bytes + counts.staged_bytes) / tokens / 1e6
-    return [experts, (f"{name} misses", f"{counts.absent} computed on the CPU; {moved:.2f} MB per token to the GPU")]
+    moved = counts.to_home_bytes / tokens / 1e6
+    early = f"{counts.in_time} brought ahead of their use" if counts.in_time else ""
+    late = f"{counts.absent} computed on the CPU" if counts.absent else ""
+    how = ", ".join(filter(None, (early, late))) or "each uploaded"
+    return [experts, (f"{name} misses", f"{counts.missed}: {how}; {moved:.2f} MB per token to the GPU")]
 
 
 def own_cache_json(counts: CacheCounts, speed: Speed) -> dict[str, Any]:
@@ -182,7 +186,7 @@ def _own_phase_json(hits: int, misses: int, uploaded_bytes: int, tokens: int) ->
         "hit_rate": hits / total if total else None,
         "on_cpu": 0,
         "bytes_per_token": {"h2d": uploaded_bytes / tokens if tokens else None},
-        **dict.fromkeys(("from_ram", "from_nvme", "stage_calls", "wait_seconds")),
+        **dict.fromkeys(("in_time", "from_ram", "from_nvme", "stage_calls", "wait_seconds")),
     }
 
 

@@ -28,7 +28,7 @@ from bel.runtime.gpu_run import GpuRun
 from bel.runtime.policies import STATIC, Policy, parse_policy
 from bel.runtime.pool_home import device_home
 from bel.runtime.pool_loading import load_pool
-from bel.runtime.pool_options import PoolOptions
+from bel.runtime.pool_options import N_AHEAD, PoolOptions
 from bel.runtime.run_options import AUTO, CACHE, RunOptions
 from bel.runtime.stock_gpu import check_engine
 
@@ -94,6 +94,7 @@ def _pool_options(options: RunOptions, plan: Plan | None, policy: Policy) -> Poo
         slots_by_layer=None if plan is None else {x.layer: x.slots for x in plan.layers},
         wanted={} if plan is None else {x.layer: x.preload for x in plan.layers},
         n_threads=threads,
+        n_ahead=N_AHEAD if options.prefetches else 0,
         reader=options.reader,
         checks=options.checks,
     )

@@ -37,6 +37,11 @@ class PoolCounts:
     ahead_bytes: int
 
     @property
+    def to_home_bytes(self) -> int:
+        """All that went over the link to the home."""
+        return self.uploaded_bytes + self.staged_bytes + self.ahead_bytes
+
+    @property
     def hits(self) -> int:
         """Accesses that found their expert in a slot."""
         return self.accesses - self.missed

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from bel.formats.errors import MachineError
 from bel.formats.experts_file import LayerLayout
 from bel.formats.manifest import TensorRow
@@ -129,10 +131,9 @@ class GraphLearner:
     def seen(self, tensor: Tensor) -> None:
         """The weights were gathered: let the products read the first experts of the scratch."""
         layer = int(tensor.raw_name.rpartition(b"-")[2])
-        graph, ids = next(pair for pair in self._ids.values() if pair[0].layer == layer)
+        ids = next(ids for graph, ids in self._ids.values() if graph.layer == layer)
         self._is_at_home(Tensor(self._ffi, None, self._struct(ids).view_src))
-        values = self._ffi.new("int32_t[]", list(range(graph.top_k)))
-        self._home.abi.lib.ggml_backend_tensor_set(self._pointer(ids), values, 0, 4 * graph.top_k)
+        choose_first(self._home, ids)
 
     def _reads_ids(self, tensor: Tensor, op: str, graph: LayerGraph) -> None:
         if op == _PRODUCT:
@@ -218,8 +219,36 @@ class GraphLearner:
     def _struct(self, tensor: Tensor) -> Any:
         return self._ffi.cast("struct ggml_tensor *", tensor.identity)
 
-    def _pointer(self, tensor: Tensor) -> Any:
-        return self._home.abi.pointer(tensor.identity)
+
+class PromptTrial:
+    """An observer of a prompt that is computed behind `GraphLearner`, for nothing but the memory that it takes: the products of
+    all rows read the first experts of the scratch."""
+
+    def __init__(self, home: Home, graphs: Sequence[LayerGraph]) -> None:
+        self._home = home
+        self._topk = {graph.topk: graph.router for graph in graphs}
+        self._nodes: dict[bytes, Tensor] = {}
+
+    def ask(self, tensor: Tensor) -> bool:
+        """Behind each choice."""
+        name = tensor.raw_name
+        if name in self._topk:
+            self._nodes[self._topk[name]] = tensor
+        return name in self._nodes
+
+    def seen(self, tensor: Tensor) -> None:
+        """Make it the first experts."""
+        choose_first(self._home, self._nodes[tensor.raw_name])
+
+
+def choose_first(home: Home, ids: Tensor) -> None:
+    """Let every row of a choice, the node `ids`, take the first experts."""
+    rows, step = ids.ne[1], ids.nb[1] // 4
+    if rows == 0:
+        return
+    values = np.tile(np.arange(step, dtype=np.int32), rows)
+    size = (rows - 1) * ids.nb[1] + 4 * ids.ne[0]
+    home.abi.lib.ggml_backend_tensor_set(home.abi.pointer(ids.identity), home.abi.pointer(values.ctypes.data), 0, size)
 
 
 def scratch_bytes(layers: Sequence[LayerLayout]) -> int:

@@ -20,7 +20,7 @@ from bel.formats.units import format_bytes
 from bel.runtime.bundle_model import check_headers, load_bundle
 from bel.runtime.context import ContextOptions
 from bel.runtime.engine import Engine, Model
-from bel.runtime.pool_graph import ARCHITECTURES, GraphLearner, LayerGraph, scratch_bytes
+from bel.runtime.pool_graph import ARCHITECTURES, GraphLearner, LayerGraph, PromptTrial, scratch_bytes
 from bel.runtime.pool_home import Home
 from bel.runtime.pool_hosts import HostExperts
 from bel.runtime.pool_options import PoolOptions, check_options, host_counts, slot_counts
@@ -141,7 +141,8 @@ def _learn(
     sizes: ContextOptions,
     used_bytes: Callable[[], int] | None,
 ) -> tuple[list[LayerGraph], int]:
-    """Compute one token for nothing but the names of its nodes; and what of the home's memory the model and a context take."""
+    """Compute one token for nothing but the names of its nodes.  With `used_bytes` also a prompt as long as one graph can be,
+    for what of the home's memory the model, a context, and the rooms that kernels ask for take."""
     abi = home.abi
     trial = sizes if used_bytes is not None else _TRIAL
     buffer = abi.lib.ggml_backend_buft_alloc_buffer(home.kind, scratch_bytes(layers))
@@ -153,7 +154,11 @@ def _learn(
         learner = GraphLearner(home, model.engine.library.ffi, layers, bundle.manifest.tensors, base)
         with model.context(trial, learner) as context:
             context.decode([0])
-            taken = 0 if used_bytes is None else used_bytes() - scratch_bytes(layers)
-        return learner.finish(), taken
+        graphs, taken = learner.finish(), 0
+        if used_bytes is not None:
+            with model.context(trial, PromptTrial(home, graphs)) as context:
+                context.decode([0] * context.n_prompt)
+                taken = used_bytes() - scratch_bytes(layers)
+        return graphs, taken
     finally:
         abi.lib.ggml_backend_buffer_free(buffer)
