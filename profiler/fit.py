@@ -37,9 +37,10 @@ class Question:
 class Fit:
     """The answer.  Slots are in VRAM, without a GPU in RAM.
 
-    `fixed_bytes`: what must be there before any slot, the margin included; `room_bytes`: what is left for slots, negative
-    where something is missing; `floor_bytes`: top-k slots in each layer.  Without `fits` there are no slots.  `in_ram_bytes`
-    and `on_disk_bytes` are the experts without a slot.  `notes` belong on stderr.
+    `fixed_bytes`: what must be there before any slot, margin and stage included; `room_bytes`: what is left for slots, negative
+    where something is missing; `floor_bytes`: top-k slots in each layer.  `stage_bytes`: room in VRAM for all experts of one
+    layer, which a prompt goes through where not all have a slot (`bel-run --gpu`).  Without `fits` there are no slots.
+    `in_ram_bytes` and `on_disk_bytes` are the experts without a slot.  `notes` belong on stderr.
     """
 
     model: Footprint
@@ -47,6 +48,7 @@ class Fit:
     caches: CacheBytes
     compute_bytes: int
     margin_bytes: int
+    stage_bytes: int
     fixed_bytes: int
     room_bytes: int
     floor_bytes: int
@@ -89,6 +91,8 @@ def solve(model: Footprint, question: Question) -> Fit:
     margin = _gpu_margin(question.vram_bytes) if question.vram_bytes else _ram_margin(question.ram_bytes)
     dense = model.gpu_dense_bytes if question.vram_bytes else model.dense_bytes
     fixed = dense + caches.total_bytes + compute + margin
+    stage = _stage_bytes(question, layers, fixed)
+    fixed += stage
     room = (question.vram_bytes or question.ram_bytes) - fixed
     notes = [*model.notes, *_cache_notes(model, question.context, caches)]
     if question.slots_bytes is not None:
@@ -105,7 +109,20 @@ def solve(model: Footprint, question: Question) -> Fit:
     rest = sum(x.all_bytes for x in layers) - slots_bytes(layers, chosen)
     in_ram = min(rest, max(0, question.ram_bytes - _ram_margin(question.ram_bytes) - model.input_bytes))
     in_ram = in_ram if question.vram_bytes else 0
-    return Fit(model, question, caches, compute, margin, fixed, room, floor, chosen, in_ram, rest - in_ram, tuple(notes))
+    return Fit(model, question, caches, compute, margin, stage, fixed, room, floor, chosen, in_ram, rest - in_ram, tuple(notes))
+
+
+def _stage_bytes(question: Question, layers: Sequence[SlotLayer], fixed_bytes: int) -> int:
+    """All experts of the largest layer; none without a GPU, and where all experts of all layers have slots."""
+    wanted = [question.slots or x.n_expert for x in layers]
+    every = sum(x.all_bytes for x in layers)
+    fits = all(n >= x.n_expert for n, x in zip(wanted, layers, strict=True)) and fixed_bytes + every <= question.vram_bytes
+    fits = fits and (question.slots_bytes is None or question.slots_bytes >= every)
+    return 0 if fits or not question.vram_bytes else _largest_layer(layers)
+
+
+def _largest_layer(layers: Sequence[SlotLayer]) -> int:
+    return max(x.n_expert * x.weights_bytes for x in layers)
 
 
 def _cache_notes(model: Footprint, context: int, caches: CacheBytes) -> list[str]:
@@ -178,11 +195,13 @@ def _ram_margin(ram_bytes: int) -> int:
 
 
 def memory_for(fit: Fit, slots_bytes: int) -> int:
-    """The least VRAM (without a GPU: RAM) with room for so many bytes of slots, its own margin included."""
-    used = fit.fixed_bytes - fit.margin_bytes + slots_bytes
-    if fit.is_gpu:
-        return _with_margin(used, GPU_MARGIN_BYTES, GPU_MARGIN_SHARE)
-    return _with_margin(used, RAM_MARGIN_BYTES, RAM_MARGIN_SHARE)
+    """The least VRAM (without a GPU: RAM) with room for so many bytes of slots, margin and stage included."""
+    others = fit.fixed_bytes - fit.margin_bytes - fit.stage_bytes
+    if not fit.is_gpu:
+        return _with_margin(others + slots_bytes, RAM_MARGIN_BYTES, RAM_MARGIN_SHARE)
+    # Where all experts have slots there is no stage, so a small model may need less for more slots.
+    used = min(slots_bytes + _largest_layer(fit.model.reached), fit.experts_bytes)
+    return _with_margin(others + used, GPU_MARGIN_BYTES, GPU_MARGIN_SHARE)
 
 
 def ram_for_the_rest(fit: Fit) -> int:
@@ -216,6 +235,7 @@ def fit_json(fit: Fit, verdict: str, advice: Sequence[str]) -> dict[str, Any]:
         "kv_padding_bytes": fit.caches.padding_bytes,
         "state_bytes": fit.caches.state_bytes,
         "margin_bytes": fit.margin_bytes,
+        "stage_bytes": fit.stage_bytes,
         "ple_bytes": fit.model.ple_bytes,
         "slots_bytes": fit.slots_bytes,
         "floor_bytes": fit.floor_bytes,

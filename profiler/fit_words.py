@@ -56,12 +56,16 @@ def _misfit(fit: Fit) -> str:
         else f"are {format_bytes(-fit.room_bytes)} more than there is"
     )
     text = (
-        f"Does not fit: dense weights, caches, compute buffer and margin take {format_bytes(fit.fixed_bytes)} of "
+        f"Does not fit: dense weights, caches, compute buffer{_stage(fit)} margin take {format_bytes(fit.fixed_bytes)} of "
         f"{format_bytes(total)} of {place} and {left}. The floor, top-k slots a layer, is {format_bytes(fit.floor_bytes)}."
     )
     if fit.room_bytes > 0:
         text += " Below one token cycle an LRU hits nothing: each token evicts what the next one needs."
     return text
+
+
+def _stage(fit: Fit) -> str:
+    return ", a layer's stage and" if fit.stage_bytes else " and"
 
 
 def _rest(fit: Fit) -> str:
@@ -105,6 +109,8 @@ def advice(fit: Fit) -> list[str]:
         found.append(_more_ram(fit))
     if fit.fits and fit.resident_fraction < 1:
         found.append(f"See what each policy hits at this size: bel-profile simulate TRACE --slots {max(fit.slots)}")
+        if fit.is_gpu:
+            found.append(f"Run it so: bel-run BUNDLE --engine FOLDER --gpu --slots {max(fit.slots)}")
     return [words for words in found if words]
 
 

@@ -383,12 +383,14 @@ def test_header_of_every_published_model(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_published_models_fit_as_worked_out_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Qwen3-30B-A3B in 12 GiB: what is left after weights, cache, buffer and margin, in slots of 2.53 MiB in 48 layers."""
+    """Qwen3-30B-A3B in 12 GiB: what is left after weights, cache, buffer, margin and a stage for the 128 experts of a layer, in
+    slots of 2.53 MiB in 48 layers."""
     shape = next(s for s in SHAPES if s["name"] == "Qwen3-30B-A3B")
     answer, _ = _json(capsys, _write_header(shape, tmp_path / "m.gguf"), "--vram", "12G", "--ram", "4G")
     dense, kv = 2048 // 32 * 34 * 151936, 8192 * 48 * 4 * 256 * 2  # the output's table: that of the input stays in RAM
     stride = 3 * 884736
-    room = 12 * GIB - dense - kv - answer["compute_bytes"] - 512 * MIB
+    assert answer["stage_bytes"] == 128 * stride
+    room = 12 * GIB - dense - kv - answer["compute_bytes"] - 512 * MIB - 128 * stride
     slots = room // (48 * stride)
     assert set(answer["slots_per_layer"].values()) == {slots}
     assert answer["slots_total"] == 48 * slots
@@ -620,6 +622,23 @@ def test_advised_memory_is_the_least_that_works(tmp_path: Path) -> None:
         less = {name: size - 1 for name, size in change.items()}
         assert solve(model, dataclasses.replace(first.question, **change)).fits
         assert not solve(model, dataclasses.replace(first.question, **less)).fits
+
+
+def test_a_stage_is_counted_where_a_prompt_needs_one(tmp_path: Path) -> None:
+    """In VRAM alone, and not where all experts have slots; more memory never gives fewer slots."""
+    model = read_footprint(_model(tmp_path, experts=64, blocks=40))
+    whole = solve(model, Question(64 * GIB, GIB, 256))
+    assert (whole.resident_fraction, whole.stage_bytes) == (1, 0)
+    assert solve(model, Question(0, 45 * MIB, 256)).stage_bytes == 0
+    layer = 64 * model.reached[0].weights_bytes
+    assert solve(model, Question(64 * GIB, GIB, 256, slots=63)).stage_bytes == layer
+    assert solve(model, Question(64 * GIB, GIB, 256, slots_bytes=whole.experts_bytes - 1)).stage_bytes == layer
+    before = -1
+    for vram in range(20 * MIB, 2 * memory_for(whole, whole.experts_bytes), MIB):
+        fit = solve(model, Question(vram, GIB, 256))
+        assert fit.stage_bytes == (0 if fit.resident_fraction == 1 else layer)
+        assert sum(fit.slots) >= before
+        before = sum(fit.slots)
 
 
 def test_an_advised_size_can_be_copied_into_the_command(tmp_path: Path) -> None:
