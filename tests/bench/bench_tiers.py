@@ -53,7 +53,7 @@ PROMPT_TOKENS, DECODED_TOKENS, STOCK_TOKENS = 64, 96, 24
 STOCK_SECONDS = 15.0
 """Stock decodes for so long, or `STOCK_TOKENS`: it may be slow to the point of standing still."""
 OURS = ("exclusive", "inclusive")
-STOCK = ("cpu-moe, mmap, all but one", "own cache, mmap", "cpu-moe, mmap, 4 threads", "cpu-moe, in memory")
+STOCK = ("cpu-moe, mmap, all but one", "own cache, mmap", "cpu-moe, in memory", "cpu-moe, mmap, 4 threads")
 
 
 def measured(context: Any, prompt: Any, decoded: Any, begin: Any = lambda: None, seconds: float = math.inf) -> dict[str, float]:
