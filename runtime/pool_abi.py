@@ -86,6 +86,8 @@ void ggml_backend_synchronize(void * backend);
 void ggml_backend_tensor_set(void * tensor, void * data, size_t offset, size_t size);
 void ggml_backend_tensor_get(void * tensor, void * data, size_t offset, size_t size);
 void ggml_backend_tensor_set_async(void * backend, void * tensor, void * data, size_t offset, size_t size);
+void ggml_backend_tensor_set_2d_async(void * backend, void * tensor, void * data, size_t offset, size_t size, size_t n_copies,
+                                      size_t stride_tensor, size_t stride_data);
 void * ggml_backend_event_new(void * device);
 void ggml_backend_event_free(void * event);
 void ggml_backend_event_record(void * event, void * backend);

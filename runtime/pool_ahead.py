@@ -15,7 +15,7 @@ from numba.np.numpy_support import carray
 
 from bel.runtime import guess_gate
 from bel.runtime import pool_rows as at
-from bel.runtime.pool_copies import host_address
+from bel.runtime.pool_copies import put_experts
 from bel.runtime.pool_counters import AHEAD_BYTES
 from bel.runtime.pool_step import AHEAD, SLOT_OF, TABLE_ROWS
 from bel.runtime.pool_words import call, compiled, load, now, pointer, store, swap, table, words
@@ -51,7 +51,7 @@ def settle(root: Any, i: int, slots: Any, parts: Any, ids: Any, counts: Any) -> 
     guesses = words(ahead[at.GUESSES], at.MOST_GUESSES)
     used = 0
     for n in range(brought):
-        slots[AHEAD, guesses[n]] = 1
+        slots[AHEAD, guesses[n]] = n + 1
         for rank in range(ids.shape[1]):
             if ids[0, rank] == guesses[n]:
                 used += 1
@@ -84,18 +84,9 @@ def request(root: Any, i: int) -> None:
     ahead[at.FOR_LAYER] = i + 1
     state = load(_state(root))
     store(_state(root), state - state % at.N_STATES + at.N_STATES + at.REQUESTED)
-    words(ahead[at.AHEAD_ROOM], 2)[0] = 1
-    call(root[at.WRITE], ahead[at.AHEAD_FD], ahead[at.AHEAD_ROOM], 8, 0, 0)
-
-
-@compiled
-def _fetch(root: Any, ahead: Any, i: int, layer: Any, expert: int) -> None:
-    """Begin to bring an expert of layer i to the stage."""
-    parts = table(root[at.PARTS] + 8 * i * at.N_PARTS * at.PART, at.N_PARTS, at.PART)
-    for p in range(at.N_PARTS):
-        size = parts[p, at.STRIDE]
-        source, target = host_address(layer, parts, p, expert), parts[p, at.STAGE_AT] + expert * size
-        call(root[at.SET_ASYNC], ahead[at.FETCH_BACKEND], root[at.HOME_TENSOR], source, target, size)
+    if load(root[at.AHEAD] + 8 * at.IS_ASLEEP) != 0:  # if it falls asleep right now it misses this one
+        words(ahead[at.AHEAD_ROOM], 2)[0] = 1
+        call(root[at.WRITE], ahead[at.AHEAD_FD], ahead[at.AHEAD_ROOM], 8, 0, 0)
 
 
 @compiled
@@ -107,6 +98,9 @@ def bring(root: Any, ahead: Any, i: int) -> None:
     guesses = words(ahead[at.GUESSES], at.MOST_GUESSES)
     if root[at.COPIED_EVENT] != 0:  # from the stage the layer before may still be copied to its slots
         call(root[at.EVENT_WAIT], ahead[at.FETCH_BACKEND], root[at.COPIED_EVENT], 0, 0, 0)
+    parts = table(root[at.PARTS] + 8 * i * at.N_PARTS * at.PART, at.N_PARTS, at.PART)
+    events = words(ahead[at.FETCHED_EVENTS], at.MOST_GUESSES)
+    backend = ahead[at.FETCH_BACKEND]
     brought = 0
     for _ in range(layer[at.TOP_K]):
         best = -1
@@ -117,11 +111,11 @@ def bring(root: Any, ahead: Any, i: int) -> None:
             break
         scores[best] = -np.inf
         if slots[SLOT_OF, best] < 0:
-            _fetch(root, ahead, i, layer, best)
+            put_experts(root, backend, layer, parts, best, 1, at.STAGE_AT, best)
+            if events[brought] != 0:
+                call(root[at.EVENT_RECORD], events[brought], backend, 0, 0, 0)
             guesses[brought] = best
             brought += 1
-    if brought > 0 and ahead[at.FETCHED_EVENT] != 0:
-        call(root[at.EVENT_RECORD], ahead[at.FETCHED_EVENT], ahead[at.FETCH_BACKEND], 0, 0, 0)
     ahead[at.N_BROUGHT] = brought
 
 
@@ -138,7 +132,10 @@ def _wait_for_request(root: Any, ahead: Any) -> int:
         if now(root, ahead[at.AHEAD_CLOCK]) - began < root[at.SPIN_NS]:
             call(root[at.YIELD], 0, 0, 0, 0, 0)
         else:
-            call(root[at.READ], ahead[at.AHEAD_FD], ahead[at.AHEAD_ROOM] + 8, 8, 0, 0)  # sleeps until something is written
+            store(root[at.AHEAD] + 8 * at.IS_ASLEEP, 1)
+            call(root[at.READ], ahead[at.AHEAD_FD], ahead[at.AHEAD_ROOM] + 8, 8, 0, 0)  # until something is written
+            store(root[at.AHEAD] + 8 * at.IS_ASLEEP, 0)
+            began = now(root, ahead[at.AHEAD_CLOCK])
 
 
 @compiled

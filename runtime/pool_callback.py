@@ -235,6 +235,13 @@ def handle(node: int, is_ask: int, user_data: int) -> int:
     if root[at.ERROR] != at.NO_ERROR:
         return is_ask  # stop at this node and leave the graph
     name = carray(pointer(node + root[at.AT_NAME]), (at.NAME_CAPACITY,), np.uint8)
+    if root[at.FIRST_WORDS] != 0:
+        firsts, first = words(root[at.FIRST_WORDS], at.MOST_WORDS), words(node + root[at.AT_NAME], 1)[0]
+        is_other = True
+        for n in range(at.MOST_WORDS):
+            is_other = is_other and firsts[n] != first
+        if is_other:
+            return 1 - is_ask
     found = find_name(root, name)
     if found < 0:
         return 1 - is_ask

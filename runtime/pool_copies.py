@@ -7,14 +7,49 @@ from typing import Any
 from bel.runtime import pool_rows as at
 from bel.runtime.pool_counters import IN_TIME, MOVED_BYTES, STAGED_BYTES, UPLOADED_BYTES
 from bel.runtime.pool_step import AHEAD, DISTINCT, LOAD, SLOT_OF, STOOD, TABLE_ROWS, TO
-from bel.runtime.pool_words import call, compiled, table, words
+from bel.runtime.pool_words import call, call_8, compiled, table, words
+
+
+@compiled
+def next_stream(root: Any) -> int:
+    """Two streams take turns: one alone leaves a gap behind each copy."""
+    root[at.TURN] = 1 - root[at.TURN]
+    return int(root[at.COPY_BACKEND + root[at.TURN]])
 
 
 @compiled
 def put(root: Any, address: int, offset: int, size: int) -> None:
-    """Begin to copy host memory to an offset of the home.  Two streams take turns: one alone leaves a gap behind each copy."""
-    root[at.TURN] = 1 - root[at.TURN]
-    call(root[at.SET_ASYNC], root[at.COPY_BACKEND + root[at.TURN]], root[at.HOME_TENSOR], address, offset, size)
+    """Begin to copy host memory to an offset of the home."""
+    call(root[at.SET_ASYNC], next_stream(root), root[at.HOME_TENSOR], address, offset, size)
+
+
+@compiled
+def host_address(layer: Any, parts: Any, p: int, expert: int) -> int:
+    """Where a part of an expert stands in host memory."""
+    index = words(layer[at.HOST_INDEX], layer[at.N_EXPERT])[expert]
+    return int(parts[p, at.HOST_AT] + index * parts[p, at.HOST_STRIDE])
+
+
+@compiled
+def put_experts(root: Any, backend: int, layer: Any, parts: Any, expert: int, count: int, where: int, place: int) -> int:
+    """Begin to copy `count` experts, side by side in host memory from `expert` on, to the places from `place` on of the slots
+    or of the stage: `where` is the column of their offsets.  Returns the bytes.
+
+    Parts of one size that stand evenly apart here and there are one copy of so many rows.
+    """
+    n_even = layer[at.N_EVEN]
+    total = 0
+    for p in range(at.N_PARTS):
+        size = parts[p, at.STRIDE]
+        address, offset = host_address(layer, parts, p, expert), parts[p, where] + place * size
+        total += count * size
+        if p == 0 and n_even > 1:
+            apart, host_apart = parts[1, where] - parts[0, where], parts[1, at.HOST_AT] - parts[0, at.HOST_AT]
+            function, home = root[at.SET_2D_ASYNC], root[at.HOME_TENSOR]
+            call_8(function, backend, home, address, offset, count * size, n_even, apart, host_apart)
+        elif p >= n_even:
+            call(root[at.SET_ASYNC], backend, root[at.HOME_TENSOR], address, offset, count * size)
+    return total
 
 
 @compiled
@@ -44,9 +79,9 @@ def let_wait(root: Any) -> None:
 
 
 @compiled
-def let_follow_fetches(root: Any, waiting: int) -> None:
-    """Let a backend's stream wait for what was brought ahead of its use."""
-    event = words(root[at.AHEAD], at.AHEAD_SIZE)[at.FETCHED_EVENT]
+def let_follow_fetch(root: Any, waiting: int, number: int) -> None:
+    """Let a backend's stream wait for the expert that was brought ahead as the `number`th of its layer, from 0."""
+    event = words(words(root[at.AHEAD], at.AHEAD_SIZE)[at.FETCHED_EVENTS], at.MOST_GUESSES)[number]
     if event != 0:
         call(root[at.EVENT_WAIT], waiting, event, 0, 0, 0)
 
@@ -84,13 +119,6 @@ def point(root: Any, i: int, layer: Any, parts: Any, is_staged: bool) -> None:
 
 
 @compiled
-def host_address(layer: Any, parts: Any, p: int, expert: int) -> int:
-    """Where a part of an expert stands in host memory."""
-    index = words(layer[at.HOST_INDEX], layer[at.N_EXPERT])[expert]
-    return int(parts[p, at.HOST_AT] + index * parts[p, at.HOST_STRIDE])
-
-
-@compiled
 def _keep(root: Any, i: int, layer: Any, parts: Any, expert: int, slot: int, counts: Any) -> None:
     """Copy an expert from the stage into a slot."""
     for p in range(at.N_PARTS):
@@ -105,21 +133,18 @@ def _keep(root: Any, i: int, layer: Any, parts: Any, expert: int, slot: int, cou
 def upload(root: Any, i: int, layer: Any, parts: Any, ask: Any, loads: int, counts: Any) -> None:
     """Begin to bring the experts of a call of one row into their slots, those that were brought ahead from the stage."""
     slots = table(layer[at.TABLE], TABLE_ROWS, layer[at.TABLE_COLUMNS])
-    ahead = 0
+    last = 0
     for n in range(loads):
         expert, slot = ask[LOAD, n], ask[TO, n]
         if slots[AHEAD, expert] != 0:
-            ahead += 1
+            last = max(last, slots[AHEAD, expert])
+            counts[IN_TIME] += 1
             continue
-        for p in range(at.N_PARTS):
-            size = parts[p, at.STRIDE]
-            put(root, host_address(layer, parts, p, expert), parts[p, at.SLOTS_AT] + slot * size, size)
-            counts[UPLOADED_BYTES] += size
+        counts[UPLOADED_BYTES] += put_experts(root, next_stream(root), layer, parts, expert, 1, at.SLOTS_AT, slot)
         put_biases(root, i, layer, expert, slot)
-    if ahead == 0:
+    if last == 0:
         return
-    counts[IN_TIME] += ahead
-    let_follow_fetches(root, root[at.COPY_BACKEND])
+    let_follow_fetch(root, root[at.COPY_BACKEND], last - 1)  # they came one behind the other
     for n in range(loads):
         if slots[AHEAD, ask[LOAD, n]] != 0:
             _keep(root, i, layer, parts, ask[LOAD, n], ask[TO, n], counts)
@@ -130,22 +155,20 @@ def _put_on_stage(root: Any, layer: Any, parts: Any, first: int, count: int, cou
     """Begin to bring `count` experts from `first` on to the stage, where they stand side by side as in host memory."""
     if count == 0:
         return
-    for p in range(at.N_PARTS):
-        size = parts[p, at.STRIDE]
-        address, target = host_address(layer, parts, p, first), parts[p, at.STAGE_AT] + first * size
-        if count * size == host_address(layer, parts, p, first + count - 1) - address + size:
-            put(root, address, target, count * size)
-        else:
-            for n in range(count):
-                put(root, host_address(layer, parts, p, first + n), target + n * size, size)
-        counts[STAGED_BYTES] += count * size
+    last = host_address(layer, parts, 0, first + count - 1)
+    if last - host_address(layer, parts, 0, first) == (count - 1) * parts[0, at.STRIDE]:
+        counts[STAGED_BYTES] += put_experts(root, next_stream(root), layer, parts, first, count, at.STAGE_AT, first)
+        return
+    for expert in range(first, first + count):
+        counts[STAGED_BYTES] += put_experts(root, next_stream(root), layer, parts, expert, 1, at.STAGE_AT, expert)
 
 
 @compiled
 def _follow_fetches(root: Any) -> None:
     """What was brought ahead to the stage comes before what is brought there now."""
-    let_follow_fetches(root, root[at.COPY_BACKEND])
-    let_follow_fetches(root, root[at.OTHER_BACKEND])
+    for number in range(words(root[at.AHEAD], at.AHEAD_SIZE)[at.MOST_AHEAD]):
+        let_follow_fetch(root, root[at.COPY_BACKEND], number)
+        let_follow_fetch(root, root[at.OTHER_BACKEND], number)
 
 
 @compiled
@@ -180,9 +203,7 @@ def stage(root: Any, i: int, layer: Any, parts: Any, ask: Any, distinct: int, lo
             continue
         for p in range(at.N_PARTS):
             size = parts[p, at.STRIDE]
-            root[at.TURN] = 1 - root[at.TURN]
-            backend = root[at.COPY_BACKEND + root[at.TURN]]
-            _move(root, backend, parts[p, at.SLOTS_AT] + slot * size, parts[p, at.STAGE_AT] + expert * size, size)
+            _move(root, next_stream(root), parts[p, at.SLOTS_AT] + slot * size, parts[p, at.STAGE_AT] + expert * size, size)
             counts[MOVED_BYTES] += size
     gather(root)
     for n in range(loads):

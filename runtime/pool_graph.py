@@ -214,6 +214,7 @@ class GraphLearner:
                     found=f"parts {', '.join(roles) or 'none'}",
                     expected="gate, up and down with a gated unit between them",
                 )
+            graph.parts.sort(key=lambda part: part.number)  # as they stand in host memory
         return list(self.graphs.values())
 
     def _struct(self, tensor: Tensor) -> Any:

@@ -30,7 +30,9 @@ class Looker:
         self._gate, self._guesses, self._room = make_gate(), np.zeros(at.MOST_GUESSES, np.int64), np.zeros(4, np.int64)
         self._events: list[int] = []
         self._thread: threading.Thread | None = None
+        self._fetched = np.zeros(at.MOST_GUESSES, np.int64)
         table = self.table
+        table[at.FETCHED_EVENTS] = self._fetched.ctypes.data
         table[at.GATE], table[at.GUESSES] = self._gate.ctypes.data, self._guesses.ctypes.data
         self._graphs: Ints = np.zeros(0, np.int64)
         if graphs is None:
@@ -39,7 +41,8 @@ class Looker:
         table[at.GUESS_GRAPHS], table[at.SCORES] = self._graphs.ctypes.data, scores
         table[at.GUESS_BACKEND], table[at.FETCH_BACKEND] = graphs.backend, graphs.fetches
         table[at.INPUT_TENSOR] = graphs.input
-        table[at.INPUT_EVENT], table[at.FETCHED_EVENT] = self._event(home), self._event(home)
+        table[at.INPUT_EVENT] = self._event(home)
+        self._fetched[:] = [self._event(home) for _ in range(at.MOST_GUESSES)]
         table[at.AHEAD_ROOM], table[at.AHEAD_CLOCK] = self._room.ctypes.data, self._room.ctypes.data + 16
 
     def _event(self, home: Home) -> int:

@@ -41,6 +41,7 @@ _FUNCTIONS = {
     at.SET_ASYNC: "ggml_backend_tensor_set_async",
     at.SYNCHRONIZE: "ggml_backend_synchronize",
     at.COPY_ASYNC: "ggml_backend_tensor_copy_async",
+    at.SET_2D_ASYNC: "ggml_backend_tensor_set_2d_async",
     at.GRAPH_COMPUTE: "ggml_backend_graph_compute",
     at.EVENT_RECORD: "ggml_backend_event_record",
     at.EVENT_WAIT: "ggml_backend_event_wait",
@@ -48,6 +49,8 @@ _FUNCTIONS = {
 _SYSTEM = {at.READ: "read", at.WRITE: "write", at.YIELD: "sched_yield", at.CLOCK_GETTIME: "clock_gettime"}
 _SPARE_ROWS = 64  # llama.cpp rounds a ubatch up
 _MIN_NAMES = 16
+MOST_PITCH_BYTES = 1 << 31
+"""cudaMemcpy2DAsync refuses rows that are farther apart (cudaDeviceProp::memPitch)."""
 
 
 class NativePool:
@@ -157,6 +160,7 @@ class NativePool:
                 room = hosts.parts[i][part.number]
                 host = (room.base, room.stride_bytes)
                 parts[i, p] = (part.weight, part.stride_bytes, *host, place.slots_bytes, place.stage_bytes)
+            self._layers[i, at.N_EVEN] = n_even(parts[i])
             for b, bias in enumerate(memory.biases[i]):
                 known = bias.bias
                 biases[i, b] = (known.tensor, known.data, known.stride_bytes, bias.slots_bytes, self._keep(bias.rows))
@@ -189,6 +193,10 @@ class NativePool:
         root = self.root
         root[at.NAME_KEYS], root[at.NAME_VALUES] = self._keep(keys), self._keep(values)
         root[at.NAME_BYTES], root[at.NAME_SIZE] = self._keep(text), size
+        starts = {name[:8] for name in names}
+        if len(starts) <= at.MOST_WORDS and all(len(start) == 8 for start in starts):  # else every node is looked up
+            filled = [*starts, *starts, *starts, *starts][: at.MOST_WORDS]
+            root[at.FIRST_WORDS] = self._keep(np.frombuffer(b"".join(filled), np.int64).copy())
 
     def _fill_room(self, layers: Sequence[LayerSlots], n_rows: int) -> int:
         """Memory that the home reads and writes by itself, and other memory.  Returns where guesses have room."""
@@ -274,6 +282,21 @@ class NativePool:
             os.eventfd_write(int(self.root[at.EVENT_FD]), 1)
             thread.join()
             os.close(int(self.root[at.EVENT_FD]))
+
+
+def n_even(parts: Ints) -> int:
+    """How many parts of a layer, from the first on, are of one size and stand evenly apart, in host memory, in the slots, and
+    on the stage: one copy of rows does for them.  `parts` (3, PART)."""
+    count = 1
+    for p in range(1, at.N_PARTS):
+        first, before, part = parts[0], parts[p - 1], parts[p]
+        places = (at.HOST_AT, at.SLOTS_AT, at.STAGE_AT)
+        step = [int(parts[1, x] - first[x]) for x in places]
+        same = all(int(part[x] - before[x]) == y and 0 < y < MOST_PITCH_BYTES for x, y in zip(places, step, strict=True))
+        if not same or part[at.STRIDE] != first[at.STRIDE] or part[at.HOST_STRIDE] != first[at.HOST_STRIDE]:
+            break
+        count += 1
+    return count
 
 
 def name_hash(name: bytes) -> int:

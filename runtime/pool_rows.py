@@ -68,8 +68,10 @@ from __future__ import annotations
     AT_VIEW_OFFS,
     AHEAD,
     STAGE_BEGUN,
-) = range(60)
-ROOT_SIZE = 60
+    SET_2D_ASYNC,
+    FIRST_WORDS,
+) = range(62)
+ROOT_SIZE = 62
 
 # Layer.
 (
@@ -94,8 +96,9 @@ ROOT_SIZE = 60
     ABSENT_NOW,
     IDS_DATA,
     IS_PICKED,
-) = range(21)
-LAYER = 21
+    N_EVEN,
+) = range(22)
+LAYER = 22
 
 # What is guessed ahead (`pool_ahead.py`): of one layer at a time.  STATE is a number of the request and what became of it.
 (
@@ -107,7 +110,7 @@ LAYER = 21
     GUESS_BACKEND,
     FETCH_BACKEND,
     INPUT_EVENT,
-    FETCHED_EVENT,
+    FETCHED_EVENTS,
     INPUT_TENSOR,
     SCORES,
     GUESS_GRAPHS,
@@ -117,8 +120,9 @@ LAYER = 21
     AHEAD_CLOCK,
     AHEAD_STOP,
     AHEAD_STATUS,
-) = range(18)
-AHEAD_SIZE = 18
+    IS_ASLEEP,
+) = range(19)
+AHEAD_SIZE = 19
 IDLE, REQUESTED, CLAIMED, DONE_AHEAD = range(4)
 N_STATES = 4
 MOST_GUESSES = 16
@@ -142,6 +146,8 @@ REQUEST_SIZE = 6
 # What a name is.
 TOPK_NAME, INPUT_NAME, ROUTER_NAME, OUTPUT_NAME = range(4)
 NAME_CAPACITY = 64  # GGML_MAX_NAME
+MOST_WORDS = 4
+"""Different beginnings of names, of 8 bytes each: most nodes have another one, and need not be looked up."""
 
 # Errors.
 NO_ERROR, WRONG_IDS, TOO_MANY_IDS, CPU_FAILED = range(4)

@@ -34,7 +34,8 @@ UPLOAD, SPLIT, STATIC = range(3)
 """How misses are met in calls of one row: all uploaded, some uploaded and the others computed on the CPU, all computed."""
 
 # Rows of a layer's table of slots, i64: by expert its slot or -1, by slot its expert or -1, the free slots as a stack, marks
-# of the slots that a call uses, (places below) numbers, and by expert whether it was brought to the stage for this call.
+# of the slots that a call uses, (places below) numbers, and by expert the number, from 1, of those that were brought to the
+# stage for this call, or 0.
 SLOT_OF, EXPERT_IN, FREE, USED_BY, NUMBER, AHEAD = range(6)
 TABLE_ROWS = 6
 N_FREE, CALLS = range(2)
@@ -116,7 +117,7 @@ def _keep(
         item = np.int64(ids[0, rank])
         if not ints[RESIDENT, item]:
             missed += 1
-            ahead += table[AHEAD, item]
+            ahead += table[AHEAD, item] > 0
     uploads = math.ceil((missed - ahead) * share - _ROUNDING)
     kept = 0
     passed = 0

@@ -37,6 +37,15 @@ def _call(_context: Any, _address: Any, _a: Any, _b: Any, _c: Any, _d: Any, _e: 
     return integer(integer, integer, integer, integer, integer, integer), generate
 
 
+def _call_8(_context: Any, _address: Any, _a: Any, _b: Any, _c: Any, _d: Any, _e: Any, _f: Any, _g: Any, _h: Any) -> Any:
+    def generate(_codegen: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        kind = _ir.FunctionType(_WORD, [_WORD] * 8)
+        return builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+
+    integer = types.int64
+    return integer(*([integer] * 9)), generate
+
+
 def _pointer(_context: Any, _address: Any) -> Any:
     def generate(_codegen: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], _ir.IntType(8).as_pointer())
@@ -70,6 +79,8 @@ def _swap(_context: Any, _address: Any, _old: Any, _new: Any) -> Any:
 
 call: Any = intrinsic(_call)
 """`call(address, a, b, c, d, e)`: the C function there, with five integers."""
+call_8: Any = intrinsic(_call_8)
+"""The same with eight."""
 pointer: Any = intrinsic(_pointer)
 """`pointer(address)` for `carray`."""
 load: Any = intrinsic(_load)
