@@ -60,27 +60,16 @@ def settle(root: Any, i: int, slots: Any, parts: Any, ids: Any, counts: Any) -> 
 
 
 @compiled
-def offer(root: Any, i: int, layer: Any) -> bool:
-    """Behind a single row's choice in layer i: whether to ask for the next layer's experts.  Then its input is copied.
-
-    To be called before the graph's stream waits for anything: the guess would wait too.
-    """
+def request(root: Any, i: int, layer: Any) -> None:
+    """Behind a single row's choice in layer i, once all its copies were begun: ask for the next layer's experts."""
     ahead = words(root[at.AHEAD], at.AHEAD_SIZE)
     if ahead[at.MOST_AHEAD] == 0 or i + 1 >= root[at.N_LAYERS] or words(ahead[at.GUESS_GRAPHS], root[at.N_LAYERS])[i] == 0:
-        return False
+        return
     if not guess_gate.is_open(words(ahead[at.GATE], 4)):
-        return False
-    graph = root[at.GRAPH_BACKEND]
-    call(root[at.COPY_ASYNC], graph, graph, layer[at.INPUT_NODE], ahead[at.INPUT_TENSOR], 0)
-    if ahead[at.INPUT_EVENT] != 0:
-        call(root[at.EVENT_RECORD], ahead[at.INPUT_EVENT], graph, 0, 0, 0)
-    return True
-
-
-@compiled
-def request(root: Any, i: int) -> None:
-    """Ask for the next layer's experts, from the input that was copied, once all copies of layer i were begun."""
-    ahead = words(root[at.AHEAD], at.AHEAD_SIZE)
+        return
+    # The router saw it, so it is there: the guess need not wait for the graph's stream.
+    tensor = words(ahead[at.INPUT_TENSORS], root[at.N_LAYERS])[i]
+    words(tensor + root[at.AT_DATA], 1)[0] = words(layer[at.INPUT_NODE] + root[at.AT_DATA], 1)[0]
     ahead[at.FOR_LAYER] = i + 1
     state = load(_state(root))
     store(_state(root), state - state % at.N_STATES + at.N_STATES + at.REQUESTED)
@@ -147,11 +136,16 @@ def look_ahead(user_data: int) -> None:
         state = _wait_for_request(root, ahead)
         if state == 0:
             return
+        # While it is busy nobody frees what it reads; what was taken back just before need not be there any more.
+        busy = root[at.AHEAD] + 8 * at.IS_BUSY
+        swap(busy, 0, 1)
+        if load(address) != state:
+            store(busy, 0)
+            continue
         i = ahead[at.FOR_LAYER]
         graph = words(ahead[at.GUESS_GRAPHS], root[at.N_LAYERS])[i - 1]
-        if ahead[at.INPUT_EVENT] != 0:
-            call(root[at.EVENT_WAIT], ahead[at.GUESS_BACKEND], ahead[at.INPUT_EVENT], 0, 0, 0)
         status = call(root[at.GRAPH_COMPUTE], ahead[at.GUESS_BACKEND], graph, 0, 0, 0) & 0xFFFFFFFF
+        store(busy, 0)
         if status != 0:
             store(root[at.AHEAD] + 8 * at.AHEAD_STATUS, status)
         # Taken back meanwhile, or asked anew: then these scores are for nothing, and its slots are not ours.

@@ -13,7 +13,7 @@ from numba.np.numpy_support import carray
 
 from bel.runtime import pool_rows as at
 from bel.runtime.cache_rows import INT_ROWS, REAL_ROWS
-from bel.runtime.pool_ahead import offer, request, settle
+from bel.runtime.pool_ahead import request, settle
 from bel.runtime.pool_copies import begin_stage, let_wait, point, stage, upload
 from bel.runtime.pool_counters import (
     ABSENT as N_ABSENT,
@@ -170,11 +170,9 @@ def _serve(root: Any, i: int, layer: Any) -> int:
     else:
         upload(root, i, layer, parts, ask, loads, counts)
         _name_slots(root, i, node, top_k, ask)
-        asks = offer(root, i, layer)
         if loads > 0:
             let_wait(root)
-        if asks:
-            request(root, i)
+        request(root, i, layer)
         if brought > 0:
             slots[AHEAD, :] = 0
     return 1

@@ -14,6 +14,7 @@ from bel.runtime.pool_words import call, call_8, compiled, table, words
 def next_stream(root: Any) -> int:
     """Two streams take turns: one alone leaves a gap behind each copy."""
     root[at.TURN] = 1 - root[at.TURN]
+    root[at.IN_USE] |= root[at.TURN]
     return int(root[at.COPY_BACKEND + root[at.TURN]])
 
 
@@ -61,7 +62,10 @@ def follow(root: Any, event: int, backend: int, waiting: int) -> None:
 
 @compiled
 def gather(root: Any) -> None:
-    """Let the first of the two streams for copies wait for the other one."""
+    """Let the first of the two streams for copies wait for the other one, where that has something to do."""
+    if root[at.IN_USE] == 0:
+        return
+    root[at.IN_USE] = 0
     if root[at.OTHER_EVENT] != 0:
         follow(root, root[at.OTHER_EVENT], root[at.OTHER_BACKEND], root[at.COPY_BACKEND])
     else:

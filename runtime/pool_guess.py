@@ -1,7 +1,7 @@
 """The next layer's router on what this layer's router saw, computed beside the graph: what it ranks first is likely chosen.
 
 The same guess as `next_experts.py` makes for a bundle on the CPU; here llama.cpp's own kernels compute it, in a stream of its
-own, from a copy of the input that the graph's stream makes in passing.
+own, from the input where it stands.  The graph may write over that meanwhile: then the guess is a bad one, and nothing else.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ _SPARE_BYTES = 4096
 class GuessGraphs:
     """`graphs[i]` is the address of the graph that guesses for the layer behind layer i, 0 where there is none to be made.
 
-    It reads the tensor at `input`, float32 (n_embd,), and writes a score for each expert, float32, to `scores`, an address in
-    host memory.  `backend` computes the graphs, `fetches` is a stream for what they make us bring.  Close it before the home.
+    It reads the tensor at `inputs[i]`, float32 (n_embd,), whose data have to be set, and writes a score for each expert,
+    float32, to `scores`, an address in host memory.  `backend` computes the graphs, `fetches` is a stream for what they make us
+    bring.  Close it before the home.
     """
 
     def __init__(self, library: LlamaLibrary, home: Home, graphs: Sequence[LayerGraph], scores: int) -> None:
@@ -39,11 +40,11 @@ class GuessGraphs:
         self._buffer: Any = None
         self.backend = self.fetches = 0
         self.graphs: list[int] = [0] * len(graphs)
+        self.inputs: list[int] = [0] * len(graphs)
         n_embd = max(graph.router_ne[0] for graph in graphs)
         try:
             self._open_backends()
             self._allocate(n_embd, len(graphs))
-            self.input = self._number(self._tensor(self._context(1), n_embd, self._rows[0]))
             for i, (here, there) in enumerate(pairwise(graphs)):
                 if here.router_ne[0] == there.router_ne[0] == n_embd and here.router_weight and there.router_weight:
                     self.graphs[i] = self._graph(i, here, there)
@@ -62,7 +63,7 @@ class GuessGraphs:
             self._lib.ggml_backend_cpu_set_n_threads(self._ffi.cast("void *", self.backend), 1)
 
     def _allocate(self, n_embd: int, n_layers: int) -> None:
-        """Rows of n_embd numbers in the home: the input, what comes of it, and each layer's factors."""
+        """Rows of n_embd numbers in the home: an input to begin with, what comes of it, and each layer's factors."""
         step = align_up(4 * n_embd, _ALIGNED_BYTES)
         size = (n_layers + 2) * step + _SPARE_BYTES
         self._buffer = self._abi.lib.ggml_backend_buft_alloc_buffer(self._home.kind, size)
@@ -74,7 +75,8 @@ class GuessGraphs:
 
     def _graph(self, i: int, here: LayerGraph, there: LayerGraph) -> int:
         context = self._context(6)
-        values = self._ffi.cast("struct ggml_tensor *", self.input)
+        values = self._tensor(context, here.router_ne[0], self._rows[0])
+        self.inputs[i] = self._number(values)
         if here.norm and there.norm:
             factors = self._tensor(context, there.router_ne[0], self._rows[2 + i])
             ratio = self._ratio(here, there)

@@ -17,6 +17,8 @@ from bel.runtime.guess_gate import make_gate
 from bel.runtime.pool_guess import GuessGraphs
 from bel.runtime.pool_home import Home
 
+_REST_SECONDS = 0.00002
+
 
 class Looker:
     """`table` is what `pool_ahead.py` works on; without `graphs` nothing is guessed, and there is no thread.
@@ -40,8 +42,8 @@ class Looker:
         self._graphs = np.array(graphs.graphs, np.int64)
         table[at.GUESS_GRAPHS], table[at.SCORES] = self._graphs.ctypes.data, scores
         table[at.GUESS_BACKEND], table[at.FETCH_BACKEND] = graphs.backend, graphs.fetches
-        table[at.INPUT_TENSOR] = graphs.input
-        table[at.INPUT_EVENT] = self._event(home)
+        self._inputs = np.array(graphs.inputs, np.int64)
+        table[at.INPUT_TENSORS] = self._inputs.ctypes.data
         self._fetched[:] = [self._event(home) for _ in range(at.MOST_GUESSES)]
         table[at.AHEAD_ROOM], table[at.AHEAD_CLOCK] = self._room.ctypes.data, self._room.ctypes.data + 16
 
@@ -61,14 +63,16 @@ class Looker:
 
     def use(self, most: int) -> None:
         """From now on bring at most so many experts of a layer ahead; between decodes.  Nothing is under way behind it."""
-        self._rest()
+        self.rest()
         self._gate[:] = 0
         self.table[at.MOST_AHEAD] = min(most, at.MOST_GUESSES) if self._thread is not None else 0
 
-    def _rest(self) -> None:
-        """What a decode that failed left asked for is answered first."""
-        while self._thread is not None and self.table[at.STATE] % at.N_STATES in (at.REQUESTED, at.CLAIMED):
-            time.sleep(0.0001)
+    def rest(self) -> None:
+        """Wait until it reads nothing of a graph any more.  To be called before what a context holds may be freed: behind each
+        decode, and when a context ends, for one that failed leaves a request."""
+        table = self.table
+        while self._thread is not None and (table[at.STATE] % at.N_STATES in (at.REQUESTED, at.CLAIMED) or table[at.IS_BUSY]):
+            time.sleep(_REST_SECONDS)
 
     def check(self) -> None:
         """Raise MachineError where a guess could not be computed."""

@@ -109,7 +109,10 @@ class NativePool:
             context = model.context(sizes, self.callback, self._end)
         with context:
             self.root[at.GRAPH_BACKEND] = watch.backend
-            yield context
+            try:
+                yield context
+            finally:
+                self._looker.rest()
 
     def _keep(self, array: npt.NDArray[Any]) -> int:
         """The address of an array, which lives as long as this."""
@@ -269,6 +272,7 @@ class NativePool:
                 at.CPU_FAILED: "llama.cpp could not compute missing experts on the CPU",
             }[error]
             raise MachineError(what, tensor=self._graphs[i].topk.decode("utf-8", "replace"), found=value)
+        self._looker.rest()
         self._looker.check()
         if missing:
             raise MachineError(f"llama.cpp did not choose experts in {missing} layers; the output cannot be trusted")

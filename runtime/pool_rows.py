@@ -70,8 +70,9 @@ from __future__ import annotations
     STAGE_BEGUN,
     SET_2D_ASYNC,
     FIRST_WORDS,
-) = range(62)
-ROOT_SIZE = 62
+    IN_USE,
+) = range(63)
+ROOT_SIZE = 63
 
 # Layer.
 (
@@ -109,9 +110,8 @@ LAYER = 22
     GUESSES,
     GUESS_BACKEND,
     FETCH_BACKEND,
-    INPUT_EVENT,
     FETCHED_EVENTS,
-    INPUT_TENSOR,
+    INPUT_TENSORS,
     SCORES,
     GUESS_GRAPHS,
     GATE,
@@ -121,6 +121,7 @@ LAYER = 22
     AHEAD_STOP,
     AHEAD_STATUS,
     IS_ASLEEP,
+    IS_BUSY,
 ) = range(19)
 AHEAD_SIZE = 19
 IDLE, REQUESTED, CLAIMED, DONE_AHEAD = range(4)

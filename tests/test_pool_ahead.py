@@ -96,7 +96,7 @@ def test_a_guess_is_the_next_layers_router_on_this_layers_input(tiny: Path) -> N
             )
             values = np.random.default_rng(i).standard_normal(len(here)).astype(np.float32)
             data = home.abi.pointer(values.ctypes.data)
-            home.abi.lib.ggml_backend_tensor_set(home.abi.pointer(guesses.input), data, 0, values.nbytes)
+            home.abi.lib.ggml_backend_tensor_set(home.abi.pointer(guesses.inputs[i]), data, 0, values.nbytes)
             graph = home.abi.pointer(guesses.graphs[i])
             assert home.abi.lib.ggml_backend_graph_compute(home.abi.pointer(guesses.backend), graph) == 0
             found = np.frombuffer(home.abi.ffi.buffer(home.abi.pointer(room.address), 4 * EXPERTS), np.float32)
