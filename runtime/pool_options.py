@@ -17,8 +17,7 @@ from bel.runtime.tier_layers import HOST_TIERS
 
 MODES = {"upload": UPLOAD, "split": SPLIT, "static": COMPUTE}
 N_AHEAD = 2
-"""Experts of the next layer that are brought ahead.  On an H200 at a quarter of the experts 0 to 4 gave 230, 258, 284, 267 and
-245 tokens/s, at half of them 0, 2 and 3 337, 398 and 387 (`bench_gpu.py`): more wait for each other."""
+"""Experts of the next layer that are brought ahead: more wait for each other (docs/gpu.md has what 0 to 4 gave)."""
 SPARE_BYTES = 1 << 20
 """Of a budget, what alignment and the device's kernels may want beside slots and stage."""
 

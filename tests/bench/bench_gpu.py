@@ -77,10 +77,13 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """Expert calls that found their expert on the GPU, and the others; of single tokens, the warm-up's too."""
+    """Expert calls that found their expert on the GPU, and the others; of single tokens, the warm-up's too.  `in_time` of the
+    others had been brought ahead, `ahead` experts in all."""
 
     hits: int
     misses: int
+    in_time: int = 0
+    ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,8 @@ class Row:
     decode_all: list[float]
     hits: int | None
     misses: int | None
+    in_time: int | None
+    ahead: int | None
     vram_bytes: int
     largest_difference: float
     facts: dict[str, Any]
@@ -237,6 +242,8 @@ def measure(bench: Bench, case: Case, reference: Logits | None, free_bytes: int)
         decodes,
         None if hits is None else hits.hits,
         None if hits is None else hits.misses,
+        None if hits is None else hits.in_time,
+        None if hits is None else hits.ahead,
         vram,
         0.0 if reference is None else float(np.abs(logits - reference).max()),
         case.facts,
@@ -327,7 +334,8 @@ def run_all(bench: Bench, free_bytes: int, options: argparse.Namespace) -> tuple
 def groups(options: argparse.Namespace) -> list[Group]:
     """What is measured: the reference, and the groups whose names `--only` finds."""
     others = [name for name in (*WORKLOADS, MERGED) if name != options.workload]
-    found = [*GROUPS[1:], *gpu_pool.groups(SHARES, options.workload, others), *SLOW]
+    ahead = [int(text) for text in options.ahead.split(",") if text]
+    found = [*GROUPS[1:], *gpu_pool.groups(SHARES, options.workload, others, ahead), *SLOW]
     return [GROUPS[0], *(group for group in found if re.search(options.only, group.__qualname__))]
 
 
@@ -382,6 +390,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--only", default="", help="a regular expression: beside the reference only groups that it finds in their names"
     )
+    parser.add_argument("--ahead", default="", help="also rows with so many experts brought ahead: 0,1,3")
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=280.0, help="begin no case after so long")

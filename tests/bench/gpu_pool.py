@@ -17,7 +17,7 @@ from bel.runtime.pool_counters import PROMPT
 from bel.runtime.pool_home import device_home
 from bel.runtime.pool_loading import LoadedPool, load_pool
 from bel.runtime.pool_model import PoolRun, open_pool
-from bel.runtime.pool_options import PoolOptions
+from bel.runtime.pool_options import N_AHEAD, PoolOptions, expert_bytes
 from bel.runtime.run_options import AUTO
 from bel.runtime.stock_cache import CacheCounts
 
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 MODES = (("static", "static"), ("upload", "lru"), ("upload", "lfu-decay:0.98"), ("split", "lfu-decay:0.98"))
 
 
-def pool(mode: str, policy: str, share: float, profile: str) -> Group:
-    """A pool of one size, preloaded by a profile; it is loaded once for all rounds, so that its slots are warm."""
+def pool(mode: str, policy: str, share: float, profile: str, n_ahead: int = N_AHEAD) -> Group:
+    """A pool of one size, preloaded by a profile; it is loaded once for all rounds, so that its slots are warm.  `n_ahead`
+    experts are brought ahead."""
 
     @contextlib.contextmanager
     def group(bench: Bench) -> Iterator[Sequence[Case]]:
@@ -42,14 +43,16 @@ def pool(mode: str, policy: str, share: float, profile: str) -> Group:
             slots=round(share * n_expert),
             wanted=bench.orders[profile],
             n_threads=bench.n_pool_threads,
+            n_ahead=n_ahead,
         )
         home = device_home(bench.engine, bench.device.address)
         # What llama.cpp has the CPU do is a row of a table: threads for that would only be in the way of the missing experts'.
         with open_pool(bench.engine, bundle, bench.sizes(1), options, home) as run:
-            facts = {"profile": profile, "policy": policy, **_facts(run)}
-            yield [Case(f"pool {mode}, {policy}, profile {profile}", share, lambda: _ready(run), facts)]
+            facts = {"profile": profile, "policy": policy, "n_ahead": n_ahead, **_facts(run)}
+            ahead = "" if n_ahead == N_AHEAD else f", {n_ahead} ahead"
+            yield [Case(f"pool {mode}, {policy}, profile {profile}{ahead}", share, lambda: _ready(run), facts)]
 
-    group.__qualname__ = f"pool {mode} {policy} {share:.0%} {profile}"
+    group.__qualname__ = f"pool {mode} {policy} {share:.0%} {profile} ahead {n_ahead}"
     return group
 
 
@@ -64,7 +67,8 @@ def _ready(run: PoolRun) -> Iterator[Ready]:
 
     def finish() -> Hits:
         now = counters.decode
-        return Hits(now.hits - before.hits, now.missed - before.missed)
+        ahead = (now.ahead_bytes - before.ahead_bytes) // expert_bytes(run.pool.layers[0])
+        return Hits(now.hits - before.hits, now.missed - before.missed, now.in_time - before.in_time, ahead)
 
     yield Ready(run.context, finish, counters.begin_decode)
 
@@ -160,9 +164,11 @@ def _ready_run(run: GpuRun) -> Iterator[Ready]:
     yield Ready(run.context, lambda: _own_hits(run.finish()))
 
 
-def groups(shares: Sequence[float], workload: str, others: Sequence[str]) -> list[Group]:
-    """llama.cpp's own cache, all modes with the workload's own profile, `auto`, and the fixed set with the others' profiles."""
+def groups(shares: Sequence[float], workload: str, others: Sequence[str], ahead: Sequence[int]) -> list[Group]:
+    """llama.cpp's own cache, all modes with the workload's own profile, `auto`, the fixed set with the others' profiles, and
+    other numbers of experts `ahead`."""
     found = [own_cache()]
     found += [pool(mode, policy, share, workload) for share in shares for mode, policy in MODES]
     found += [auto(share, workload) for share in shares]
-    return found + [pool("static", "static", share, other) for share in shares for other in others]
+    found += [pool("static", "static", share, other) for share in shares for other in others]
+    return found + [pool("upload", "lfu-decay:0.98", share, workload, count) for share in shares for count in ahead]
