@@ -33,6 +33,18 @@ class Way:
     seconds: float
 
 
+EXACT = ("upload", "cache")
+"""Ways whose logits are those of llama.cpp with everything on the GPU."""
+NEARLY = 0.05
+"""By so much of the fastest way's time an exact one may be slower and is still taken."""
+
+
+def choose(tried: Sequence[Way]) -> Way:
+    """The way to take of those that were tried, fastest first: the fastest, or an exact one that is nearly as fast."""
+    exact = (way for way in tried if way.mode in EXACT and way.seconds <= (1 + NEARLY) * tried[0].seconds)
+    return next(exact, tried[0])
+
+
 def trial_tokens(tokens: npt.NDArray[np.int32], n_ctx: int) -> list[int]:
     """What is tried: `tokens` (n,), again from the start where there are too few, and no more than a context has room for."""
     given = [int(token) for token in tokens] or [0]

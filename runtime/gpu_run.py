@@ -16,7 +16,7 @@ from bel.formats.errors import MachineError, UsageError
 from bel.runtime.context import Context
 from bel.runtime.devices import Device
 from bel.runtime.gpu_cache import Promise, cache_context, check_own_cache, fitting_cache, open_own_cache
-from bel.runtime.gpu_choice import Way, seconds_per_token, trial_tokens, try_pool
+from bel.runtime.gpu_choice import Way, choose, seconds_per_token, trial_tokens, try_pool
 from bel.runtime.policies import Policy, parse_policy
 from bel.runtime.pool_costs import MissCosts
 from bel.runtime.pool_loading import LoadedPool
@@ -102,7 +102,8 @@ class GpuRun:
         self._open.close()
 
     def choose(self, tokens: npt.NDArray[np.int32]) -> None:
-        """For `auto`: take the way that is fastest on these tokens.  Does nothing for a way that was asked for by name.
+        """For `auto`: take the way that is fastest on these tokens, or an exact one that is nearly as fast.  Does nothing for a
+        way that was asked for by name.
 
         The context is empty then, slots are as at the start, llama.cpp's own cache is empty, and nothing of it was counted.
         """
@@ -114,7 +115,7 @@ class GpuRun:
             ways.append(("static", parse_policy("static")))
         tried = try_pool(self.pool, trial, ways)
         self.tried = sorted([*tried, *self._try_cache(trial)], key=lambda way: way.seconds)
-        self._take(self.tried[0])
+        self._take(choose(self.tried))
 
     def _try_cache(self, trial: list[int]) -> list[Way]:
         """The way, if it can be.  Behind it the pool may be closed."""

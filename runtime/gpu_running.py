@@ -29,7 +29,7 @@ from bel.runtime.policies import STATIC, Policy, parse_policy
 from bel.runtime.pool_home import device_home
 from bel.runtime.pool_loading import load_pool
 from bel.runtime.pool_options import N_AHEAD, PoolOptions
-from bel.runtime.run_options import AUTO, CACHE, RunOptions
+from bel.runtime.run_options import AUTO, CACHE, DEFAULT_POLICY, RunOptions
 from bel.runtime.stock_gpu import check_engine
 
 HOST_MARGIN_BYTES = 64 * MIB
@@ -86,6 +86,11 @@ def _pool_options(options: RunOptions, plan: Plan | None, policy: Policy) -> Poo
         raise UsageError("--gpu static keeps what a plan preloads, and there is no plan", hint="Give --plan, or another way")
     if policy.kind == STATIC and way != "static":
         raise UsageError(f"the policy static does not go with --gpu {way}", hint="Give --gpu static, or another --policy")
+    if way == "static" and policy.kind != STATIC and options.policy != DEFAULT_POLICY:
+        raise UsageError(
+            f"the slots of --gpu static never change: --policy {options.policy} does not go with it",
+            hint="Leave --policy out, or give another way",
+        )
     threads = options.n_threads or max(1, len(os.sched_getaffinity(0)) - SPARE_CORES)
     return PoolOptions(
         mode={AUTO: "split", CACHE: "upload"}.get(way, way),  # split has all that the others need

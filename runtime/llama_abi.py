@@ -14,7 +14,9 @@ from typing import Any
 from bel.formats.errors import MachineError
 from bel.formats.ggml_types import GGML_TYPES
 
-HOW_TO_INSTALL = "Install the tested one: pip install 'bel-toolkit[llama]'"
+HOW_TO_INSTALL = (
+    "Install the tested one: pip install 'bel-toolkit[llama]'; where --engine names a folder, build it (docs/gpu.md)"
+)
 OBJECT_BYTES = 32  # struct ggml_object (ggml/src/ggml.c): what ggml_tensor_overhead() counts beside the tensor
 PARAMS_BYTES = 1024
 """Room for a parameter struct that goes by value.  It is a buffer of the library's own defaults, of which we set the fields

@@ -36,7 +36,11 @@ def _size(_ctx: click.Context, _parameter: click.Parameter, value: str | None) -
 def _gpu(_ctx: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
     if value is None or value in GPU_WAYS or (value.isascii() and value.isdigit() and len(value) < 4):
         return value
-    raise UsageError(f"'{printable(value)}' is no way to use a GPU", expected=f"{', '.join(GPU_WAYS)}, or a number")
+    raise UsageError(
+        f"'{printable(value)}' is no way to use a GPU",
+        expected=f"{', '.join(GPU_WAYS)}, or a GPU's number below 1000",
+        hint="What stands behind --gpu is its way: write --gpu auto in front of other arguments",
+    )
 
 
 _OPTIONS = (

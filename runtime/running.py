@@ -22,7 +22,7 @@ from bel.runtime.engine import Engine, Model
 from bel.runtime.first_check import check_dense, check_tails
 from bel.runtime.free_memory import free_bytes
 from bel.runtime.policies import parse_policy
-from bel.runtime.run_options import DEFAULT_CONTEXT, POOL_WAYS, STOCK_WAYS, RunOptions
+from bel.runtime.run_options import AUTO, DEFAULT_CONTEXT, DEFAULT_POLICY, POOL_WAYS, STOCK_WAYS, RunOptions
 from bel.runtime.slot_budget import TooLittleMemory
 
 if TYPE_CHECKING:
@@ -116,6 +116,8 @@ def _open_stock(options: RunOptions, sizes: Callable[[Model], ContextOptions], i
     for name, value in (("--plan", options.plan), ("--slots", options.slots), ("--ram", options.ram_bytes)):
         if value is not None:
             raise UsageError(f"--stock has no slots: {name} is for a bundle")
+    if options.policy != DEFAULT_POLICY:
+        raise UsageError("--stock has no slots: --policy is for a bundle")
     if is_bundle(options.path):
         raise UsageError(
             "--stock runs a GGUF as llama.cpp does, and this is a bundle",
@@ -140,9 +142,18 @@ def _open_stock_gpu(options: RunOptions, sizes: Callable[[Model], ContextOptions
 
     place = STOCK_WAYS.get(options.gpu or "")
     if place is None:
-        raise UsageError(f"--stock has no way '{options.gpu}' to use a GPU", expected=", ".join(STOCK_WAYS))
-    if (place == "cache") != (options.vram_bytes is not None):
-        raise UsageError("--vram is the size of llama.cpp's expert cache with --stock: --gpu cache needs it, others have none")
+        what = (
+            "stock llama.cpp does not choose a way to use a GPU"
+            if options.gpu == AUTO
+            else f"--stock has no way '{options.gpu}'"
+        )
+        raise UsageError(what, expected=f"--gpu {', '.join(STOCK_WAYS)}")
+    if place == "cache" and options.vram_bytes is None:
+        raise UsageError("--stock --gpu cache has a cache of experts on the GPU, and needs its size", hint="Give --vram SIZE")
+    if place != "cache" and options.vram_bytes is not None:
+        raise UsageError(
+            f"--stock --gpu {options.gpu} has no cache of experts, whose size --vram would be", hint="Leave --vram out"
+        )
     mode = "none" if place == "cache" else "mmap"
     given = StockGpuOptions(place, options.vram_bytes or 0, mode, gpu_number=options.gpu_number)
     with open_stock_gpu(Engine.open(options.engine), options.path, sizes, given) as run:
@@ -158,7 +169,11 @@ def _open_gpu(options: RunOptions, sizes: Callable[[Model], ContextOptions], inn
     if inner is not None:
         raise UsageError("nothing can look into a run with --gpu: its callback is machine code", hint="Leave --gpu out")
     if options.gpu not in POOL_WAYS:
-        raise UsageError(f"a bundle has no way '{options.gpu}' to use a GPU", expected=", ".join(POOL_WAYS))
+        raise UsageError(
+            f"--gpu {options.gpu} is a way of stock llama.cpp",
+            expected=", ".join(POOL_WAYS),
+            hint="Give --stock and a GGUF, or one of those",
+        )
     given = {"--plan": options.plan, "--slots": options.slots, "--vram": options.vram_bytes}
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:

@@ -27,7 +27,7 @@ from bel.runtime.devices import Device, devices
 from bel.runtime.engine import Engine
 from bel.runtime.generate import Speed
 from bel.runtime.gpu_cache import Promise, check_own_cache, fitting_cache, open_own_cache, own_cache_bytes, own_cache_sizes
-from bel.runtime.gpu_choice import TIMED_TOKENS, WARM_TOKENS, trial_tokens
+from bel.runtime.gpu_choice import TIMED_TOKENS, WARM_TOKENS, Way, choose, trial_tokens
 from bel.runtime.gpu_report import gpu_lines, own_cache_json
 from bel.runtime.gpu_run import GpuRun
 from bel.runtime.policies import parse_policy
@@ -359,13 +359,38 @@ def test_the_fastest_of_all_ways_is_taken(fastest: str, tiny: Path, device: Devi
     assert memories.made == memories.closed == (1 if fastest == "cache" else 2)
 
 
+@pytest.mark.parametrize(
+    ("order", "taken"),
+    [
+        ([("split", 1.0), ("upload", 1.049), ("cache", 1.0495)], "upload"),
+        ([("static", 1.0), ("split", 1.001), ("cache", 1.02), ("upload", 1.03)], "cache"),
+        ([("split", 1.0), ("static", 1.01), ("upload", 1.06)], "split"),
+        ([("upload", 1.0), ("split", 1.0)], "upload"),
+        ([("cache", 1.0), ("upload", 1.01)], "cache"),
+        ([("static", 1.0)], "static"),
+    ],
+)
+def test_an_exact_way_that_is_nearly_as_fast_is_taken(order: list[tuple[str, float]], taken: str) -> None:
+    """Who does not ask for speed alone gets stock's bits where they cost next to nothing."""
+    assert choose([Way(mode, "lru", seconds) for mode, seconds in order]).mode == taken
+
+
+@pytest.mark.usefixtures("without_cache")
+def test_people_are_told_of_an_exact_way(tiny: Path, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds(monkeypatch, {"upload": 0.00102, "split": 0.001, "static": 0.004, "cache": 0.004})
+    with opened(tiny, device, pinned_home()) as run:
+        run.choose(TOKENS)
+        assert (run.mode, run.tried[0].mode) == ("upload", "split")
+        assert "way upload: exact, and nearly as fast as split, on the first tokens of the prompt" in words(run)
+
+
 def test_what_llama_cpp_refuses_is_left_out(tiny: Path, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Really asked for its cache, it says that it has none without a GPU; the pool is made again, and people are told."""
     memories = Memories(monkeypatch)
     with opened(tiny, device, pinned_home()) as run:
         run.choose(TOKENS)
         assert {way.mode for way in run.tried} == {"upload", "split"}
-        assert run.mode == run.tried[0].mode
+        assert run.mode == choose(run.tried).mode
         assert "MoE cache requires a GPU backend" in run.left_out["cache"]
         assert "way cache was left out: " in words(run)
         assert is_fresh(run)
@@ -381,7 +406,8 @@ def test_where_it_cannot_be_the_pool_stays_open(tiny: Path, device: Device, monk
     with opened(tiny, device, cpu_home(Engine.open())) as run:
         run.choose(TOKENS)
         assert "not in pinned memory" in run.left_out["cache"]
-        assert (run.mode, run.pool.pool.policy) == (run.tried[0].mode, run.tried[0].policy)
+        taken = choose(run.tried)
+        assert (run.mode, run.pool.pool.policy) == (taken.mode, taken.policy)
         assert [way.seconds for way in run.tried] == sorted(way.seconds for way in run.tried)
         assert is_fresh(run)
         assert all(slots.in_slots == [-1] * 8 for slots in run.pool.pool.slots)

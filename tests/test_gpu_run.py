@@ -18,6 +18,7 @@ from bel.runtime import gpu_running
 from bel.runtime.cli import NAME, main_command
 from bel.runtime.devices import devices
 from bel.runtime.engine import Engine
+from bel.runtime.gpu_choice import Way, choose
 from bel.runtime.pool_home import cpu_home
 from exactness import repack
 from faults import HANG_SECONDS
@@ -111,14 +112,15 @@ def test_a_plan_gives_slots_and_the_fixed_set(
     assert answer["cache"]["bytes_per_token"]["h2d"] == 0
     auto = answered(capsys, tiny, "--gpu", "auto", "--plan", plan, *FEW)
     assert {x["way"] for x in auto["load"]["tried"]} == {"upload", "split", "static"}
-    assert auto["load"]["way"] == auto["load"]["tried"][0]["way"]
+    tried = [Way(x["way"], x["policy"], x["seconds_per_token"]) for x in auto["load"]["tried"]]
+    assert auto["load"]["way"] == choose(tried).mode
 
 
 @pytest.mark.usefixtures("cpu_is_gpu")
 def test_people_are_told_what_was_chosen_and_why(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = run(capsys, tiny, "--gpu", "auto", "--slots", "8", "--stats", *FEW)
     assert status == 0
-    for words in ("slots per layer (min/median/max) 8/8/8 of 32", "for a layer's stage", "the fastest on the first tokens"):
+    for words in ("slots per layer (min/median/max) 8/8/8 of 32", "for a layer's stage", "on the first tokens of the prompt"):
         assert words in err
     assert "on the GPU (" in err
     assert run(capsys, tiny, "--gpu", "upload", "--slots", "8", *FEW)[2].count("way upload: asked for") == 1
@@ -152,17 +154,18 @@ def test_without_a_gpu_it_says_so(tiny: Path) -> None:
     [
         (("--vram", "4G"), "--gpu is not given"),
         (("--gpu", "auto", "--slots", "8", "--vram", "4G"), "exclude each other"),
-        (("--gpu", "cpu-moe"), "a bundle has no way 'cpu-moe'"),
+        (("--gpu", "cpu-moe"), "--gpu cpu-moe is a way of stock llama.cpp"),
         (("--gpu", "static"), "there is no plan"),
         (("--gpu", "upload", "--policy", "static"), "does not go with --gpu upload"),
+        (("--gpu", "static", "--plan", "PLAN", "--policy", "lru"), "--policy lru does not go with it"),
         (("--gpu", "fast"), "'fast' is no way to use a GPU"),
-        (("--gpu", "1234"), "is no way to use a GPU"),
+        (("--gpu", "1234"), "a GPU's number below 1000"),
     ],
 )
 def test_what_does_not_go_together(
-    arguments: tuple[str, ...], words: str, tiny: Path, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...], words: str, tiny: Path, plan: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, _, err = run(capsys, tiny, "-p", "hi", *arguments)
+    status, _, err = run(capsys, tiny, "-p", "hi", *(plan if x == "PLAN" else x for x in arguments))
     assert status == 2, err
     assert words in err
 
@@ -170,8 +173,12 @@ def test_what_does_not_go_together(
 def test_stock_ways_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, words in (
         (("--gpu", "split"), "--stock has no way 'split'"),
-        (("--gpu", "cache"), "--gpu cache needs it"),
-        (("--gpu", "all", "--vram", "1G"), "others have none"),
+        (("--gpu", "auto"), "stock llama.cpp does not choose a way to use a GPU; expected --gpu all, cpu-moe, cache"),
+        (("--gpu", "0"), "stock llama.cpp does not choose a way"),
+        (("--gpu", "cache"), "needs its size. Give --vram SIZE"),
+        (("--gpu", "all", "--vram", "1G"), "has no cache of experts"),
+        (("--gpu", "all", "--policy", "lru"), "--policy is for a bundle"),
+        (("--policy", "lru"), "--policy is for a bundle"),
     ):
         status, _, err = run(capsys, TINY, "--stock", "-p", "hi", *arguments)
         assert status == 2
