@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from bel.formats.errors import UsageError
 from bel.formats.trace_header import TraceLayer
@@ -68,6 +67,21 @@ class Fit:
         return self.question.vram_bytes > 0
 
     @property
+    def memory_bytes(self) -> int:
+        """The memory that slots are in: VRAM, without a GPU RAM."""
+        return self.question.vram_bytes or self.question.ram_bytes
+
+    @property
+    def dense_bytes(self) -> int:
+        """The dense weights of the sum: those that a GPU holds, without a GPU all."""
+        return _dense_bytes(self.model, self.question)
+
+    @property
+    def left_bytes(self) -> int:
+        """What is left of the memory behind the slots; negative where something is missing."""
+        return self.memory_bytes - self.fixed_bytes - self.slots_bytes
+
+    @property
     def slots_bytes(self) -> int:
         """Bytes of all slots."""
         return slots_bytes(self.model.reached, self.slots)
@@ -89,8 +103,7 @@ def solve(model: Footprint, question: Question) -> Fit:
     caches = cache_bytes(model.metadata, question.context, question.cache_type)
     compute = compute_bytes(model.metadata, question.context)
     margin = _gpu_margin(question.vram_bytes) if question.vram_bytes else _ram_margin(question.ram_bytes)
-    dense = model.gpu_dense_bytes if question.vram_bytes else model.dense_bytes
-    fixed = dense + caches.total_bytes + compute + margin
+    fixed = _dense_bytes(model, question) + caches.total_bytes + compute + margin
     stage = _stage_bytes(question, layers, fixed)
     fixed += stage
     room = (question.vram_bytes or question.ram_bytes) - fixed
@@ -104,12 +117,17 @@ def solve(model: Footprint, question: Question) -> Fit:
         raise _budget_below_floor(question.slots_bytes, floor)
     slots = largest_slots(layers, room)
     if question.slots is not None:
-        slots = _asked(question.slots, layers, slots, room, notes)
+        is_whole_free = stage > 0 and not _stage_bytes(replace(question, slots=None), layers, fixed - stage)
+        slots = _asked(question.slots, layers, slots, room, notes, is_whole_free=is_whole_free)
     chosen = spread(layers, slots) if slots else (0,) * len(layers)
     rest = sum(x.all_bytes for x in layers) - slots_bytes(layers, chosen)
     in_ram = min(rest, max(0, question.ram_bytes - _ram_margin(question.ram_bytes) - model.input_bytes))
     in_ram = in_ram if question.vram_bytes else 0
     return Fit(model, question, caches, compute, margin, stage, fixed, room, floor, chosen, in_ram, rest - in_ram, tuple(notes))
+
+
+def _dense_bytes(model: Footprint, question: Question) -> int:
+    return model.gpu_dense_bytes if question.vram_bytes else model.dense_bytes
 
 
 def _stage_bytes(question: Question, layers: Sequence[SlotLayer], fixed_bytes: int) -> int:
@@ -156,7 +174,20 @@ def largest_slots(layers: Sequence[SlotLayer], room_bytes: int) -> int:
     return low if slots_bytes(layers, spread(layers, low)) <= room_bytes else 0
 
 
-def _asked(asked: int, layers: Sequence[SlotLayer], most: int, room: int, notes: list[str]) -> int:
+def least_slots(layers: Sequence[SlotLayer], share: float) -> int:
+    """The fewest slots in every layer (see `spread`) that are at least this share, 0 to 1, of all experts."""
+    low, high, experts = min(x.top_k for x in layers), max(x.n_expert for x in layers), sum(x.n_expert for x in layers)
+    while low < high:
+        middle = (low + high) // 2
+        if sum(spread(layers, middle)) / experts < share:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def _asked(asked: int, layers: Sequence[SlotLayer], most: int, room: int, notes: list[str], *, is_whole_free: bool) -> int:
+    """The slots asked for, at most a layer's experts.  `is_whole_free`: all experts would fit, since they need no stage."""
     top = max(x.top_k for x in layers)
     if asked < top:
         raise UsageError(
@@ -169,7 +200,13 @@ def _asked(asked: int, layers: Sequence[SlotLayer], most: int, room: int, notes:
     need = slots_bytes(layers, budget.slots)
     if need > room:
         hint = f"The largest number of slots that fits is {most} in each layer"
-        if most < top:
+        if is_whole_free:
+            every = max(x.n_expert for x in layers)
+            hint = (
+                f"The largest number of slots that fits is {every} in each layer: with slots for all experts no stage is needed"
+            )
+            hint += f" (with one at most {most} fit)" if most >= top else ""
+        elif most < top:
             hint = f"Not even top-{top}, the floor, fits: without --slots this command says what to change"
         raise UsageError(
             f"--slots {asked} does not fit: {len(layers)} layers of slots take {need} bytes ({format_bytes(need)}), and "
@@ -213,35 +250,3 @@ def ram_for_the_rest(fit: Fit) -> int:
 def _with_margin(used: int, most: int, share: int) -> int:
     """The smallest size that less its margin, min(most, size // share), is `used`."""
     return min(used + most, (used - 1) * share // (share - 1) + 1)
-
-
-def fit_json(fit: Fit, verdict: str, advice: Sequence[str]) -> dict[str, Any]:
-    """The object that `--json` prints: the keys of every fit, then what explains them."""
-    layers = fit.model.reached
-    return {
-        "vram_bytes": fit.question.vram_bytes,
-        "ram_bytes": fit.question.ram_bytes,
-        "dense_bytes": fit.model.dense_bytes,
-        "kv_bytes": fit.caches.kv_bytes,
-        "compute_bytes": fit.compute_bytes,
-        "slots_total": sum(fit.slots),
-        "slots_per_layer": {str(x.layer): n for x, n in zip(layers, fit.slots, strict=True)},
-        "resident_fraction": fit.resident_fraction,
-        "verdict": verdict,
-        "advice": list(advice),
-        "fits": fit.fits,
-        "context": fit.question.context,
-        "kv_type": fit.question.cache_type,
-        "kv_padding_bytes": fit.caches.padding_bytes,
-        "state_bytes": fit.caches.state_bytes,
-        "margin_bytes": fit.margin_bytes,
-        "stage_bytes": fit.stage_bytes,
-        "ple_bytes": fit.model.ple_bytes,
-        "slots_bytes": fit.slots_bytes,
-        "floor_bytes": fit.floor_bytes,
-        "left_for_slots_bytes": max(fit.room_bytes, 0),
-        "experts_in_ram_bytes": fit.in_ram_bytes,
-        "experts_on_disk_bytes": fit.on_disk_bytes,
-        "expert_bytes": {str(x.layer): x.weights_bytes for x in fit.model.layers},
-        "expert_stride_bytes": {str(x.layer): x.stride_bytes for x in fit.model.layers},
-    }

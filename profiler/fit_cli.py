@@ -58,7 +58,8 @@ def fit_command(
       bel-profile fit model.bel --ram 16G --context 32768 --kv q8_0
       bel-profile fit model.gguf --vram 24G --ram 64G --slots 40 --json
     """
-    from bel.profiler.fit import Question, fit_json, solve
+    from bel.profiler.fit import Question, solve
+    from bel.profiler.fit_json import fit_json
     from bel.profiler.fit_words import advice, verdict
     from bel.profiler.footprint import read_footprint
 
@@ -92,8 +93,7 @@ def _print(fit: Fit, words: str, next_steps: list[str]) -> None:
     from bel.profiler.fit_words import expert_words, slot_words
 
     q, caches = fit.question, fit.caches
-    dense = fit.model.gpu_dense_bytes if fit.is_gpu else fit.model.dense_bytes
-    rows = [("dense weights", format_bytes(dense)), (f"KV cache ({q.cache_type})", format_bytes(caches.kv_bytes))]
+    rows = [("dense weights", format_bytes(fit.dense_bytes)), (f"KV cache ({q.cache_type})", format_bytes(caches.kv_bytes))]
     rest = caches.state_bytes + caches.padding_bytes
     rows += [("states, cache rounding", format_bytes(rest))] if rest else []
     rows += [
@@ -105,9 +105,9 @@ def _print(fit: Fit, words: str, next_steps: list[str]) -> None:
         f"{format_bytes(fit.slots_bytes)}: {slot_words(fit)} of {expert_words(fit)} experts in each of {len(fit.slots)} layers"
     )
     rows.append(("expert slots", slots))
-    memory, size = ("VRAM", q.vram_bytes) if fit.is_gpu else ("RAM", q.ram_bytes)
-    title = f"{fit.model.name}: {q.context} tokens of context in {format_bytes(size)} of {memory}"
-    print_table(title, [*rows, ("left", format_bytes(size - fit.fixed_bytes - fit.slots_bytes))])
+    memory = "VRAM" if fit.is_gpu else "RAM"
+    title = f"{fit.model.name}: {q.context} tokens of context in {format_bytes(fit.memory_bytes)} of {memory}"
+    print_table(title, [*rows, ("left", format_bytes(fit.left_bytes))])
     elsewhere = [("experts in RAM", format_bytes(fit.in_ram_bytes))] if fit.is_gpu else []
     elsewhere.append(("experts on disk", format_bytes(fit.on_disk_bytes)))
     if fit.is_gpu:

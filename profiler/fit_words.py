@@ -7,7 +7,7 @@ import math
 
 from bel.formats.errors import UsageError
 from bel.formats.units import GIB, MIB, format_bytes
-from bel.profiler.fit import Fit, Question, memory_for, ram_for_the_rest, slots_bytes, solve
+from bel.profiler.fit import Fit, Question, least_slots, memory_for, ram_for_the_rest, slots_bytes, solve, spread
 from bel.profiler.verdicts import percent
 
 STATIC_SHARE, DOUBTFUL_SHARE = 0.20, 0.15
@@ -105,8 +105,9 @@ def advice(fit: Fit) -> list[str]:
         if sum(free.slots) > sum(fit.slots):
             found.append(f"More fits than was asked for: {slot_words(free)} slots in each layer.")
     if not free.fits or free.resident_fraction < 1:
-        found += [_smaller_cache(free), _shorter_context(free), _without_gpu(free), _more_memory(free), _smaller_quant(free)]
-        found.append(_more_ram(fit))
+        changes = (_smaller_cache(free), _shorter_context(free), _without_gpu(free), _more_memory(free))
+        found += [words and _unbound(words, fit.question) for words in changes]
+        found += [_smaller_quant(free), _more_ram(fit)]
     if fit.fits and fit.resident_fraction < 1:
         found.append(f"See what each policy hits at this size: bel-profile simulate TRACE --slots {max(fit.slots)}")
         if fit.is_gpu:
@@ -120,6 +121,13 @@ def _gain(fit: Fit, change: Question) -> str | None:
     if not better.fits or sum(better.slots) <= sum(fit.slots):
         return None
     return f"{slot_words(better)} slots in each layer instead of {slot_words(fit)}"
+
+
+def _unbound(words: str, question: Question) -> str:
+    """Advice that holds for `_free(question)`, with the options that must go."""
+    bound = (("--slots", question.slots), ("--slots-bytes", question.slots_bytes))
+    given = " and ".join(option for option, value in bound if value is not None)
+    return f"{words.removesuffix('.')} (without {given})." if given else words
 
 
 def _free(question: Question) -> Question:
@@ -159,9 +167,16 @@ def _target(fit: Fit) -> float:
 def _more_memory(fit: Fit) -> str:
     option = "--vram" if fit.is_gpu else "--ram"
     aims = [("the floor", fit.floor_bytes)] if not fit.fits else []
-    aims += [(_share_words(share), int(share * fit.experts_bytes)) for share in TARGETS if share >= _target(fit)]
-    words = [f"{size_option(memory_for(fit, need))} for {aim}" for aim, need in aims if need >= fit.floor_bytes]
+    shares = [(_share_words(share), _share_bytes(fit, share)) for share in TARGETS if share >= _target(fit)]
+    aims += [(aim, need) for aim, need in shares if need > fit.floor_bytes]
+    words = [f"{size_option(memory_for(fit, need))} for {aim}" for aim, need in aims]
     return f"More memory: {option} {', '.join(words)}."
+
+
+def _share_bytes(fit: Fit, share: float) -> int:
+    """Bytes of the fewest whole slots in every layer that are this share of the experts."""
+    layers = fit.model.reached
+    return slots_bytes(layers, spread(layers, least_slots(layers, share)))
 
 
 def size_option(count: int) -> str:
@@ -181,7 +196,7 @@ def _smaller_quant(fit: Fit) -> str | None:
         return None
     bits = max(layer.bits for layer in fit.model.reached)
     target = _target(fit)
-    goal = math.floor(10 * bits * fit.room_bytes / (target * fit.experts_bytes)) / 10
+    goal = math.floor(10 * bits * fit.room_bytes / _share_bytes(fit, target)) / 10
     if not SMALLEST_BITS <= goal < bits:
         return None
     aim = _share_words(target)

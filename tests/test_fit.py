@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -25,8 +27,9 @@ from bel.formats.gguf_header import scan_header
 from bel.formats.gguf_model import open_model
 from bel.formats.units import GIB, MIB, parse_bytes
 from bel.profiler.compute_buffer import compute_bytes
-from bel.profiler.fit import Fit, Question, largest_slots, memory_for, slots_bytes, solve, spread
+from bel.profiler.fit import Fit, Question, largest_slots, least_slots, memory_for, slots_bytes, solve, spread
 from bel.profiler.fit_cli import fit_command
+from bel.profiler.fit_json import fit_json
 from bel.profiler.fit_words import advice, size_option, verdict
 from bel.profiler.footprint import Footprint, SlotLayer, read_footprint
 from bel.profiler.kv_cache import cache_bytes
@@ -510,6 +513,13 @@ def test_the_largest_number_of_slots_is_the_largest(layers: list[SlotLayer], roo
         assert spread(layers, found) == spread(layers, max(fitting))
 
 
+@given(layers=layer_lists, share=st.sampled_from([0.15, 0.2, 0.5, 1.0]))
+def test_the_least_slots_of_a_share_are_the_least(layers: list[SlotLayer], share: float) -> None:
+    experts = sum(x.n_expert for x in layers)
+    enough = [n for n in range(1, 65) if sum(spread(layers, n)) / experts >= share]
+    assert spread(layers, least_slots(layers, share)) == spread(layers, min(enough))
+
+
 def _model(tmp_path: Path, *, experts: int = 40, used: int = 4, blocks: int = 2) -> Path:
     """A model with slots of 8 KiB (three parts of 2176 bytes)."""
     keys = QWEN3_30B | {"block_count": blocks, "expert_used_count": used, "embedding_length": 32, "context_length": 8192}
@@ -541,6 +551,24 @@ def test_slots_that_do_not_fit_in_memory(tmp_path: Path, capsys: pytest.CaptureF
     status, _, err = _run(capsys, path, "--ram", ram, "--slots", 11)
     assert status == 2
     assert re.search(r"slots that fits is 10\b", err)
+
+
+def test_the_largest_number_that_fits_may_be_all_since_then_there_is_no_stage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = _model(tmp_path)
+    first = solve(read_footprint(path), Question(GIB, GIB))
+    sizes = ("--vram", memory_for(first, first.experts_bytes), "--ram", "1G")
+    most = {n: _run(capsys, path, *sizes, "--slots", n) for n in range(4, 41)}
+    refused = [n for n, (status, _, _) in most.items() if status]
+    assert refused == list(range(refused[0], 40))
+    for n in refused:
+        assert most[n][0] == 2
+        assert re.search(r"slots that fits is 40\b", most[n][2])
+        if refused[0] > 4:
+            assert f"at most {refused[0] - 1} fit" in most[n][2]
+    less = ("--vram", memory_for(first, first.experts_bytes) - 1, "--ram", "1G")
+    assert not re.search(r"slots that fits is 40\b", _run(capsys, path, *less, "--slots", refused[0])[2])
 
 
 def test_asked_for_slots_where_not_even_top_k_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -650,6 +678,98 @@ def test_an_advised_size_can_be_copied_into_the_command(tmp_path: Path) -> None:
         (size,) = re.findall(r"(\S+) for all experts", words)
         change = {"vram_bytes" if vram else "ram_bytes": parse_bytes(size)}
         assert solve(model, dataclasses.replace(fit.question, **change)).resident_fraction == 1
+
+
+@st.composite
+def footprints(draw: st.DrawFn) -> Footprint:
+    """Weights of any shape on the metadata of a small model."""
+    layers = tuple(dataclasses.replace(layer, layer=i) for i, layer in enumerate(draw(layer_lists)))
+    scale = draw(st.sampled_from([1, 7, 300]))
+    layers = tuple(
+        dataclasses.replace(x, stride_bytes=x.stride_bytes * scale, weights_bytes=x.weights_bytes * scale) for x in layers
+    )
+    dense, table = draw(st.integers(0, GIB)), draw(st.integers(0, GIB))
+    return dataclasses.replace(
+        _plain_footprint(), dense_bytes=dense + table, input_bytes=table, is_tied=draw(st.booleans()), layers=layers
+    )
+
+
+@functools.cache
+def _plain_footprint() -> Footprint:
+    with tempfile.TemporaryDirectory() as folder:
+        return read_footprint(_model(Path(folder)))
+
+
+@st.composite
+def fits(draw: st.DrawFn) -> Fit:
+    """The answer for random weights, contexts and sizes, around what the weights need."""
+    model, context = draw(footprints()), draw(st.integers(1, 40_000))
+    first = solve(model, Question(GIB if draw(st.booleans()) else 0, draw(st.integers(0, 4 * GIB)), context))
+    size = memory_for(first, int(first.experts_bytes * draw(st.floats(0, 1.2)))) - draw(st.sampled_from([0, 1, MIB, GIB]))
+    name = "vram_bytes" if first.is_gpu else "ram_bytes"
+    question = dataclasses.replace(first.question, **{name: max(size, 1)})
+    if draw(st.booleans()):
+        least = slots_bytes(model.reached, [x.top_k for x in model.reached])
+        question = dataclasses.replace(question, slots_bytes=draw(st.integers(least, 2 * first.experts_bytes)))
+    return solve(model, question)
+
+
+@given(fit=fits())
+def test_memory_less_the_terms_of_the_json_is_what_is_left(fit: Fit) -> None:
+    answer = fit_json(fit, "", [])
+    terms = ("gpu_dense", "kv", "kv_padding", "state", "compute", "margin", "stage", "slots")
+    memory = answer["vram_bytes"] or answer["ram_bytes"]
+    assert answer["left_bytes"] == memory - sum(answer[f"{term}_bytes"] for term in terms)
+    assert answer["dense_bytes"] == fit.model.dense_bytes
+    moved = answer["input_bytes"]
+    assert moved == (fit.model.input_bytes if fit.is_gpu else 0)
+    assert answer["gpu_dense_bytes"] == answer["dense_bytes"] - (0 if fit.model.is_tied else moved)
+    if fit.question.slots_bytes is None:
+        assert answer["left_for_slots_bytes"] == max(0, answer["left_bytes"] + answer["slots_bytes"])
+
+
+SHARES = {"the floor": 0.0, "20 % of the experts": 0.2, "50 % of the experts": 0.5, "all experts": 1.0}
+
+
+def _advised(fit: Fit, start: str) -> dict[str, int]:
+    """The sizes of a line of advice, each with what it is for."""
+    lines = [words for words in advice(fit) if words.startswith(start)]
+    return {aim: parse_bytes(size) for words in lines for size, aim in re.findall(rf"(\S+) for ({'|'.join(SHARES)})", words)}
+
+
+@given(fit=fits())
+def test_every_advised_size_reaches_what_it_promised(fit: Fit) -> None:
+    free = dataclasses.replace(fit.question, slots_bytes=None)
+    name = "vram_bytes" if fit.is_gpu else "ram_bytes"
+    for aim, size in _advised(fit, "More memory").items():
+        again = solve(fit.model, dataclasses.replace(free, **{name: size}))
+        assert size > fit.memory_bytes
+        assert again.fits
+        assert again.resident_fraction >= SHARES[aim]
+        if SHARES[aim] == 1:
+            assert "Everything fits" in verdict(again)
+        elif SHARES[aim]:
+            assert "doubtful" not in verdict(again)
+            assert "no longer the right policy" not in verdict(again)
+    for words in advice(fit):
+        for size in re.findall(r"--ram (\S+) holds all experts", words):
+            again = solve(fit.model, dataclasses.replace(fit.question, ram_bytes=parse_bytes(size)))
+            assert again.on_disk_bytes == 0
+
+
+def test_advice_tells_every_share_that_is_not_reached(tmp_path: Path) -> None:
+    model = read_footprint(_model(tmp_path, experts=100))
+    assert list(_advised(_at(model, 0.19), "More memory")) == ["20 % of the experts", "50 % of the experts", "all experts"]
+    assert list(_advised(_at(model, 0.2), "More memory")) == ["50 % of the experts", "all experts"]
+    assert "the floor" in _advised(_at(model, 0.01), "More memory")
+
+
+def test_advice_on_a_question_with_slots_says_to_leave_them_out(tmp_path: Path) -> None:
+    model = read_footprint(_model(tmp_path, experts=100))
+    fit = _at(model, 0.1)
+    (words,) = [w for w in advice(solve(model, dataclasses.replace(fit.question, slots=8))) if w.startswith("More memory")]
+    assert words.endswith("(without --slots).")
+    assert not any("without --slots" in w for w in advice(fit))
 
 
 @given(count=st.integers(1, 2**45))
