@@ -241,6 +241,11 @@ def memory_for(fit: Fit, slots_bytes: int) -> int:
     return _with_margin(others + used, GPU_MARGIN_BYTES, GPU_MARGIN_SHARE)
 
 
+def ram_in_use(fit: Fit) -> int:
+    """The RAM less its margin."""
+    return fit.question.ram_bytes - _ram_margin(fit.question.ram_bytes)
+
+
 def ram_for_the_rest(fit: Fit) -> int:
     """The least RAM that holds all experts without a slot in VRAM."""
     used = fit.model.input_bytes + fit.in_ram_bytes + fit.on_disk_bytes

@@ -11,11 +11,13 @@ import click
 from bel.formats.console import SETTINGS, json_option, print_json, print_table, say
 from bel.formats.units import format_bytes, parse_bytes
 from bel.profiler.kv_cache import CACHE_TYPES
+from bel.runtime.run_options import DEFAULT_CONTEXT
 
 if TYPE_CHECKING:
     from bel.profiler.fit import Fit
 
 NAME = "bel-profile"
+_CONTEXT_HELP = f"Tokens of the context; bel-run's own default is {DEFAULT_CONTEXT}."
 
 
 @click.command("fit", context_settings=SETTINGS)
@@ -24,7 +26,7 @@ NAME = "bel-profile"
     "--vram", "vram_text", default="0", metavar="SIZE", help="Memory of the GPU (12G).  Without it: no GPU, slots in RAM."
 )
 @click.option("--ram", "ram_text", metavar="SIZE", help="Memory of the machine (16G).  Default: what this one has.")
-@click.option("--context", type=click.IntRange(1, 2**31 - 1), default=8192, show_default=True, help="Tokens of the context.")
+@click.option("--context", type=click.IntRange(1, 2**31 - 1), default=8192, show_default=True, help=_CONTEXT_HELP)
 @click.option(
     "--kv",
     "cache_type",
@@ -58,9 +60,10 @@ def fit_command(
       bel-profile fit model.bel --ram 16G --context 32768 --kv q8_0
       bel-profile fit model.gguf --vram 24G --ram 64G --slots 40 --json
     """
+    from bel.formats.bundle import is_bundle
     from bel.profiler.fit import Question, solve
     from bel.profiler.fit_json import fit_json
-    from bel.profiler.fit_words import advice, verdict
+    from bel.profiler.fit_words import Run, advice, verdict
     from bel.profiler.footprint import read_footprint
 
     question = Question(
@@ -74,7 +77,8 @@ def fit_command(
     fit = solve(read_footprint(path), question)
     for note in fit.notes:
         say(NAME, f"{path}: {note}" if note in fit.model.notes else note)
-    words, next_steps = verdict(fit), advice(fit)
+    run = Run(str(path) if is_bundle(path) else None, limits_ram=ram_text is not None)
+    words, next_steps = verdict(fit), advice(fit, run)
     if as_json:
         print_json(fit_json(fit, words, next_steps))
     else:

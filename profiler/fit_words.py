@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shlex
 
 from bel.formats.errors import UsageError
 from bel.formats.units import GIB, MIB, format_bytes
-from bel.profiler.fit import Fit, Question, least_slots, memory_for, ram_for_the_rest, slots_bytes, solve, spread
+from bel.profiler.fit import Fit, Question, least_slots, memory_for, ram_for_the_rest, ram_in_use, slots_bytes, solve, spread
 from bel.profiler.verdicts import percent
+from bel.runtime.run_options import DEFAULT_POLICY
 
 STATIC_SHARE, DOUBTFUL_SHARE = 0.20, 0.15
 """Share of resident experts: from the first on a static set is right, below the second it is not."""
 TARGETS = (STATIC_SHARE, 0.5, 1.0)  # shares of the experts that advice aims at
 SMALLEST_BITS = 2.0  # a weight; smaller quants lose too much to be worth advice
+RUN_CACHE_TYPE = "f16"  # the only type that bel-run makes a cache of
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """How advice names a run.  `bundle`: its path, None where the model is none.  `limits_ram`: the question's RAM was given;
+    else it is what the machine has, which bel-run finds out by itself.
+    """
+
+    bundle: str | None = None
+    limits_ram: bool = False
 
 
 def verdict(fit: Fit) -> str:
@@ -78,11 +91,11 @@ def _rest(fit: Fit) -> str:
 def _policy(fit: Fit) -> str:
     share = fit.resident_fraction
     if share >= STATIC_SHARE:
-        return "A static set from a profile of the same work is a sound choice at this size."
+        return _static_words(fit)
     if share >= DOUBTFUL_SHARE:
         return (
             f"Between {percent(DOUBTFUL_SHARE, 0)} and {percent(STATIC_SHARE, 0)} a static set is doubtful: compare it with "
-            "LRU and the re-pick."
+            f"{DEFAULT_POLICY} (bel-run's default) and LRU."
         )
     floor = slots_bytes(fit.model.reached, [x.top_k for x in fit.model.reached])
     cycle = (
@@ -91,12 +104,21 @@ def _policy(fit: Fit) -> str:
         else ""
     )
     return (
-        f"Below {percent(DOUBTFUL_SHARE, 0)} a static set is no longer the right policy: use LRU or the re-pick "
-        f"(--policy lru or repick:500).{cycle}"
+        f"Below {percent(DOUBTFUL_SHARE, 0)} a static set is no longer the right policy: use one that adapts, {DEFAULT_POLICY} "
+        f"(bel-run's default) or LRU (--policy lru).{cycle}"
     )
 
 
-def advice(fit: Fit) -> list[str]:
+def _static_words(fit: Fit) -> str:
+    if not fit.is_gpu:
+        return "A static set from a profile of the same work is a sound choice at this size."
+    return (
+        "bel-run --gpu tries the ways that can be and takes the fastest, or an exact one that is nearly as fast. A static set "
+        "from a profile of the same work needs no transfers, but was the slowest of the pool's ways where measured."
+    )
+
+
+def advice(fit: Fit, run: Run | None = None) -> list[str]:
     """What to try next, most useful first; nothing that would change nothing."""
     found: list[str | None] = []
     free = fit
@@ -110,9 +132,27 @@ def advice(fit: Fit) -> list[str]:
         found += [_smaller_quant(free), _more_ram(fit)]
     if fit.fits and fit.resident_fraction < 1:
         found.append(f"See what each policy hits at this size: bel-profile simulate TRACE --slots {max(fit.slots)}")
-        if fit.is_gpu:
-            found.append(f"Run it so: bel-run BUNDLE --engine FOLDER --gpu --slots {max(fit.slots)}")
+        found.append(_run_line(fit, run or Run()))
+    found.append(_other_cache(fit))
     return [words for words in found if words]
+
+
+def _run_line(fit: Fit, run: Run) -> str | None:
+    """The command that runs just this: none without a GPU, whose --ram says it, and for a cache that bel-run does not make."""
+    if not fit.is_gpu or fit.question.cache_type != RUN_CACHE_TYPE:
+        return None
+    bundle = "BUNDLE" if run.bundle is None else shlex.quote(run.bundle)
+    line = f"bel-run {bundle} --engine FOLDER --gpu --slots {max(fit.slots)} --context {fit.question.context}"
+    # bel-run keeps all experts in host memory where it may: without a limit it would take more than there is said to be.
+    if run.limits_ram and ram_in_use(fit) < fit.model.dense_bytes + fit.experts_bytes:
+        line += f" --ram {ram_in_use(fit) // MIB}M"
+    return f"Run it so: {line}"
+
+
+def _other_cache(fit: Fit) -> str | None:
+    if fit.question.cache_type == RUN_CACHE_TYPE:
+        return None
+    return f"--kv {fit.question.cache_type} is for llama.cpp's own programs: bel-run's cache is {RUN_CACHE_TYPE}."
 
 
 def _gain(fit: Fit, change: Question) -> str | None:
@@ -142,7 +182,8 @@ def _smaller_cache(fit: Fit) -> str | None:
         gain = _gain(fit, change)
     except UsageError:  # llama.cpp refuses the type for this model's heads
         return None
-    return f"--kv q8_0 nearly halves the KV cache: {gain}." if gain else None
+    where = f"in llama.cpp's own programs (bel-run's cache is {RUN_CACHE_TYPE})"
+    return f"--kv q8_0 nearly halves the KV cache, {where}: {gain}." if gain else None
 
 
 def _shorter_context(fit: Fit) -> str | None:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import re
+import shlex
 import tempfile
 import time
 from collections import deque
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,6 +38,8 @@ from bel.profiler.kv_cache import cache_bytes
 from bel.repack.convert import convert
 from bel.repack.layout import plan_layout
 from bel.runtime.engine import Engine, Model
+from bel.runtime.options_cli import run_options
+from bel.runtime.run_options import RunOptions
 from refused import refusal
 from synth import ARRAY, BOOL, F32, I32, STRING, U32, Gguf, Tensor, expert_stacks, key
 
@@ -628,6 +632,26 @@ def test_the_verdict_follows_the_resident_share(tmp_path: Path) -> None:
     assert advice(whole) == []
 
 
+def test_the_verdict_with_a_gpu_says_what_was_measured(tmp_path: Path) -> None:
+    model = read_footprint(_model(tmp_path, experts=100, blocks=40))
+    first = solve(model, Question(GIB, 64 * GIB, 512))
+    said = {}
+    for slots in (14, 15, 19, 20, 50):
+        vram = memory_for(first, slots_bytes(model.reached, (slots,) * 40))
+        fit = solve(model, Question(vram, 64 * GIB, 512))
+        assert fit.slots == (slots,) * 40
+        said[slots] = verdict(fit)
+    for slots in (20, 50):
+        assert "bel-run --gpu tries the ways" in said[slots]
+        assert "slowest of the pool's ways" in said[slots]
+        assert "sound choice" not in said[slots]
+    for slots in (15, 19):
+        assert "doubtful" in said[slots]
+    assert "no longer the right policy" in said[14]
+    assert "lfu-decay:0.98 (bel-run's default) or LRU" in said[14]
+    assert not any("repick" in words for words in said.values())
+
+
 def test_what_does_not_fit_says_how_much_is_missing_and_what_would_help(tmp_path: Path) -> None:
     model = read_footprint(_model(tmp_path))
     fit = _at(model, 0.09)  # the floor is 0.1
@@ -770,6 +794,54 @@ def test_advice_on_a_question_with_slots_says_to_leave_them_out(tmp_path: Path) 
     (words,) = [w for w in advice(solve(model, dataclasses.replace(fit.question, slots=8))) if w.startswith("More memory")]
     assert words.endswith("(without --slots).")
     assert not any("without --slots" in w for w in advice(fit))
+
+
+# The command that runs what was computed.
+
+
+@click.command()
+@run_options
+def _parsed(options: RunOptions) -> RunOptions:
+    """What bel-run makes of its command line."""
+    return options
+
+
+def _run_it_so(answer: dict[str, Any], engine: Path) -> RunOptions | None:
+    lines = [words for words in answer["advice"] if words.startswith("Run it so: ")]
+    if not lines:
+        return None
+    words = shlex.split(lines[0].removeprefix("Run it so: ").replace("FOLDER", shlex.quote(str(engine))))
+    assert words[0] == "bel-run"
+    options = _parsed.main(words[1:], standalone_mode=False)
+    assert isinstance(options, RunOptions)
+    return options
+
+
+def test_bel_run_understands_the_line_that_runs_it(tmp_path: Path, example: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = tmp_path / "a bundle.bel"
+    layout = plan_layout(open_model(example), "tiny", ple="auto", shard_bytes=45 * 10**9)
+    convert(open_model(example), layout, bundle, force=False, check=True, progress=lambda *_: None)
+    sizes = ("--vram", "17M", "--ram", "2M", "--context", "700")
+    answer, _ = _json(capsys, bundle, *sizes)
+    options = _run_it_so(answer, tmp_path)
+    assert options is not None
+    assert options.path == bundle
+    assert (options.gpu, options.n_ctx) == ("auto", 700)
+    assert {options.slots} == set(answer["slots_per_layer"].values())
+    assert answer["experts_on_disk_bytes"] > 0
+    assert options.ram_bytes == MIB  # what is left of 2 MiB, less the margin of an eighth, in whole MiB
+    of_gguf = _run_it_so(_json(capsys, example, *sizes)[0], tmp_path)
+    assert of_gguf == dataclasses.replace(options, path=Path("BUNDLE"))
+    plenty = _run_it_so(_json(capsys, bundle, "--vram", "17M", "--ram", "1G", "--context", "700")[0], tmp_path)
+    assert plenty == dataclasses.replace(options, ram_bytes=None)
+
+
+def test_no_line_runs_a_cache_that_bel_run_does_not_have(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for kv, said in (("f16", False), ("q8_0", True), ("f32", True)):
+        answer, _ = _json(capsys, example, "--vram", "17M", "--ram", "1G", "--context", "512", "--kv", kv)
+        assert 0 < answer["resident_fraction"] < 1
+        assert any(words.startswith("Run it so") for words in answer["advice"]) is not said
+        assert any("llama.cpp's own programs" in w and f"--kv {kv}" in w for w in answer["advice"]) is said
 
 
 @given(count=st.integers(1, 2**45))
