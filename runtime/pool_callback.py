@@ -14,7 +14,7 @@ from numba.np.numpy_support import carray
 from bel.runtime import pool_rows as at
 from bel.runtime.cache_rows import INT_ROWS, REAL_ROWS
 from bel.runtime.pool_ahead import request, settle
-from bel.runtime.pool_copies import begin_stage, let_wait, point, stage, upload
+from bel.runtime.pool_copies import begin_stage, leave_stage, let_wait, point, stage, upload
 from bel.runtime.pool_counters import (
     ABSENT as N_ABSENT,
 )
@@ -160,7 +160,9 @@ def _serve(root: Any, i: int, layer: Any) -> int:
     if absent > 0:  # first, so that the CPU works while the rest is done
         _request(root, i, layer, ask, absent)
     is_staged = rows > 1
-    begun = root[at.STAGE_BEGUN] == i
+    begun = is_staged and root[at.STAGE_BEGUN] == i
+    if root[at.STAGE_BEGUN] >= 0 and not begun:
+        leave_stage(root)
     root[at.STAGE_BEGUN] = -1
     if is_staged != (layer[at.IS_STAGED] != 0):
         point(root, i, layer, parts, is_staged)
