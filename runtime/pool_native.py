@@ -202,19 +202,19 @@ class NativePool:
             root[at.FIRST_WORDS] = self._keep(np.frombuffer(b"".join(filled), np.int64).copy())
 
     def _fill_room(self, layers: Sequence[LayerSlots], n_rows: int) -> int:
-        """Memory that the home reads and writes by itself, and other memory.  Returns where guesses have room."""
+        """Memory that the home reads and writes by itself, and other memory.  Returns the room for guesses, or 0."""
         most, top_k = max(x.n_expert for x in layers), max(x.top_k for x in layers)
         if 4 * top_k > at.NAMED_BYTES:
             raise MachineError("the slot pool has no room for so many experts of a token", found=top_k)
         row = align_up(4 * most, at.NAMED_BYTES)
         room = HostRoom(self._home, 2 * row + self._n * at.NAMED_BYTES)
         self._open.callback(room.close)
-        self.root[at.PICKED], self.root[at.NAMED] = room.address, room.address + 2 * row
+        self.root[at.PICKED], self.root[at.NAMED] = room.address if room.is_reached else 0, room.address + 2 * row
         self.root[at.IDS], self.root[at.IDS_BYTES] = self._keep(np.zeros(n_rows * most, np.int32)), 4 * n_rows * most
         self.root[at.SHORT] = self._keep(np.zeros(n_rows * top_k, np.uint16))
         self.root[at.CLOCK_ROOM] = self._keep(np.zeros(4, np.int64))
         self.root[at.EVENT_ROOM] = self._keep(np.zeros(2, np.int64))
-        return room.address + row
+        return room.address + row if room.is_reached else 0
 
     def _most_ahead(self, mode: int) -> int:
         """In slots that never change nothing brought ahead has a place."""
@@ -228,7 +228,7 @@ class NativePool:
 
     def _fill_ahead(self, library: LlamaLibrary, scores: int) -> None:
         graphs = None
-        if self._n_ahead:
+        if self._n_ahead and scores:
             graphs = GuessGraphs(library, self._home, self._graphs, scores)
             self._open.callback(graphs.close)
         self._looker = Looker(self._home, graphs, scores)

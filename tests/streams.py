@@ -49,18 +49,19 @@ class Stream:
 
 
 class Streams:
-    """Streams by the addresses of their backends.  `haste`: how likely something is done before it must be, at each call.
+    """Streams by the addresses of their backends.  `haste`: how likely something is done before it must be, at each call;
+    `spite`: how likely all that a context did not wait for is done right behind what it waited for.
 
     `errors`: what must not be, in words.
     """
 
-    def __init__(self, engine: Engine, seed: int, haste: float) -> None:
+    def __init__(self, engine: Engine, seed: int, haste: float, spite: float) -> None:
         self._ffi = engine.library.ffi
-        self._random, self._haste, self._lock = random.Random(seed), haste, threading.RLock()
+        self._random, self._haste, self.spite, self._lock = random.Random(seed), haste, spite, threading.RLock()
         self._streams: dict[int, Stream] = {}
         self._events: dict[int, tuple[Stream, int] | None] = {}
+        self.has_events = True
         self.errors: list[str] = []
-        self.n_copies = self.n_late = 0
         home = cpu_home(engine)
         self._real: PoolAbi = home.abi
         self._made = {name: self._callback(name, count) for name, count in _CALLBACKS.items()}
@@ -85,6 +86,11 @@ class Streams:
         """The function in the place of the library's, or None."""
         return self._made.get(name)
 
+    @property
+    def n_waiting(self) -> int:
+        """How much that was begun is not done."""
+        return sum(len(stream.begun) - stream.done for stream in self._streams.values())
+
     def _stream(self, backend: int) -> Stream:
         return self._streams.setdefault(backend, Stream(True))
 
@@ -93,22 +99,25 @@ class Streams:
         stream.begun.append(what)
         if stream.is_eager:
             self._finish(stream, len(stream.begun))
+            if self._random.random() < self.spite:
+                while self._do_some():
+                    pass
 
     def _finish(self, stream: Stream, place: int) -> None:
         while stream.done < place:
             what = stream.begun[stream.done]
             if isinstance(what, Copy):
                 ctypes.memmove(what.target, what.source, what.size)
-                self.n_copies += 1
             else:
                 self._finish(*what)
             stream.done += 1
 
-    def _do_some(self) -> None:
+    def _do_some(self) -> bool:
         waiting = [stream for stream in self._streams.values() if stream.done < len(stream.begun)]
         if waiting:
             stream = self._random.choice(waiting)
             self._finish(stream, stream.done + 1)
+        return bool(waiting)
 
     def _word(self, tensor: int, name: str) -> int:
         return int(ctypes.c_int64.from_address(tensor + self._ffi.offsetof("struct ggml_tensor", name)).value)
@@ -146,6 +155,8 @@ class Streams:
         return backend
 
     def event_new(self, _device: Any) -> Any:
+        if not self.has_events:
+            return self._real.ffi.NULL
         with self._lock:
             self._events[16 * (len(self._events) + 1)] = None
             return self._real.pointer(16 * len(self._events))
@@ -161,16 +172,10 @@ class Streams:
             for stream in self._streams.values():
                 for what in stream.begun[stream.done :]:
                     if isinstance(what, Copy) and any(start <= x < end for x in (what.source, what.target)):
-                        self.n_late += 1
                         stream.done = len(stream.begun)
                         self.errors.append("memory is given back before a copy to or from it is done")
                         break
         self._real.lib.ggml_backend_buffer_free(buffer)
-
-    def is_behind(self, name: str) -> bool:
-        """Whether anything that was begun is not done yet."""
-        del name
-        return any(stream.done < len(stream.begun) for stream in self._streams.values())
 
 
 class _Library:
