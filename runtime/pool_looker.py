@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from bel.formats.errors import MachineError
+from bel.formats.signals import signals_deferred
 from bel.runtime import pool_rows as at
 from bel.runtime.cache_rows import Ints
 from bel.runtime.guess_gate import make_gate
@@ -90,7 +91,8 @@ class Looker:
         if thread is not None:
             self.table[at.AHEAD_STOP] = 1
             os.eventfd_write(int(self.table[at.AHEAD_FD]), 1)
-            thread.join()
+            with signals_deferred():  # what it computes with is freed next
+                thread.join()
             os.close(int(self.table[at.AHEAD_FD]))
         events, self._events = self._events, []
         for event in events:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bel.formats.errors import MachineError
+from bel.formats.signals import signals_deferred
 from bel.formats.units import align_up
 from bel.runtime import pool_rows as at
 from bel.runtime.backend_watch import BackendWatch
@@ -112,7 +113,8 @@ class NativePool:
             try:
                 yield context
             finally:
-                self._looker.rest()
+                with signals_deferred():  # else an interrupt here would free the context under the helper
+                    self._looker.rest()
 
     def _keep(self, array: npt.NDArray[Any]) -> int:
         """The address of an array, which lives as long as this."""
@@ -265,6 +267,7 @@ class NativePool:
         missing = int((self._layers[:, at.SERVED] == 0).sum())
         self._layers[:, at.SERVED] = 0
         root[at.ERROR] = at.NO_ERROR
+        self._looker.rest()
         if error != at.NO_ERROR:
             what = {
                 at.WRONG_IDS: "llama.cpp chose an expert that does not exist",
@@ -272,7 +275,6 @@ class NativePool:
                 at.CPU_FAILED: "llama.cpp could not compute missing experts on the CPU",
             }[error]
             raise MachineError(what, tensor=self._graphs[i].topk.decode("utf-8", "replace"), found=value)
-        self._looker.rest()
         self._looker.check()
         if missing:
             raise MachineError(f"llama.cpp did not choose experts in {missing} layers; the output cannot be trusted")
@@ -284,7 +286,8 @@ class NativePool:
         if thread is not None:
             self._request[at.STOP] = 1
             os.eventfd_write(int(self.root[at.EVENT_FD]), 1)
-            thread.join()
+            with signals_deferred():  # what it computes with is freed next
+                thread.join()
             os.close(int(self.root[at.EVENT_FD]))
 
 

@@ -1,8 +1,7 @@
 """Streams of a GPU for the CPU in its part: what is begun in a stream is done only when something that waits for it needs it,
 or at random before; so an order that nothing enforces shows as other bits.
 
-The streams that the pool makes are of this kind.  That of a context does at once what it is given, with all that it waits for:
-llama.cpp waits for it before each stop.
+All streams are of this kind.  That of a context has done what it was given when the graph goes on behind a stop.
 """
 
 from __future__ import annotations
@@ -11,14 +10,21 @@ import ctypes
 import dataclasses
 import random
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from bel.runtime import pool_native
 from bel.runtime.engine import Engine
 from bel.runtime.pool_abi import PoolAbi
 from bel.runtime.pool_home import Home, cpu_home
 
+_OWN = pool_native._callback
+_PAUSES, _PAUSE_SECONDS = 0.2, 0.0002
 _CALLBACKS: dict[str, int] = {
     "ggml_backend_tensor_set_async": 5,
     "ggml_backend_tensor_set_2d_async": 8,
@@ -43,14 +49,16 @@ class Copy:
 class Stream:
     """What was begun, copies and waits for (stream, place); `done` of all that ever was begun is done."""
 
-    is_eager: bool
+    is_context: bool
     begun: list[Copy | tuple[Stream, int]] = field(default_factory=list)
     done: int = 0
 
 
 class Streams:
     """Streams by the addresses of their backends.  `haste`: how likely something is done before it must be, at each call;
-    `spite`: how likely all that a context did not wait for is done right behind what it waited for.
+    `spite`: how likely all that a context does not wait for is done right before or right behind what it waits for.
+
+    `patch` has the graph's stops go by here.
 
     `errors`: what must not be, in words.
     """
@@ -95,13 +103,42 @@ class Streams:
         return self._streams.setdefault(backend, Stream(True))
 
     def _begin(self, backend: int, what: Copy | tuple[Stream, int]) -> None:
-        stream = self._stream(backend)
-        stream.begun.append(what)
-        if stream.is_eager:
+        self._stream(backend).begun.append(what)
+
+    def patch(self, monkeypatch: pytest.MonkeyPatch) -> Streams:
+        """Come between the graph and the compiled callback."""
+        inner = _OWN()
+        kind = ctypes.CFUNCTYPE(ctypes.c_uint8, ctypes.c_int64, ctypes.c_uint8, ctypes.c_int64)
+        own = kind(inner.address)
+
+        def on_node(node: int, is_ask: int, user_data: int) -> int:
+            answer = int(own(node, is_ask, user_data))
+            if not is_ask:
+                self._go_on()
+            return answer
+
+        self._kept = kind(on_node)
+        address = ctypes.cast(self._kept, ctypes.c_void_p).value
+        monkeypatch.setattr(pool_native, "_callback", lambda: SimpleNamespace(address=address))
+        return self
+
+    def _go_on(self) -> None:
+        """The graph goes on behind a stop: first let the helper come up to here."""
+        if self._random.random() < _PAUSES:
+            time.sleep(_PAUSE_SECONDS)
+        with self._lock:
+            draw = self._random.random() / max(self.spite, 1e-9)
+            others = [x for x in self._streams.values() if not x.is_context]
+            self._random.shuffle(others)
+            if draw < 0.5:
+                self._finish_all(others)
+            self._finish_all([x for x in self._streams.values() if x.is_context])
+            if draw < 1:
+                self._finish_all(others)
+
+    def _finish_all(self, streams: list[Stream]) -> None:
+        for stream in streams:
             self._finish(stream, len(stream.begun))
-            if self._random.random() < self.spite:
-                while self._do_some():
-                    pass
 
     def _finish(self, stream: Stream, place: int) -> None:
         while stream.done < place:
@@ -112,12 +149,11 @@ class Streams:
                 self._finish(*what)
             stream.done += 1
 
-    def _do_some(self) -> bool:
+    def _do_some(self) -> None:
         waiting = [stream for stream in self._streams.values() if stream.done < len(stream.begun)]
         if waiting:
             stream = self._random.choice(waiting)
             self._finish(stream, stream.done + 1)
-        return bool(waiting)
 
     def _word(self, tensor: int, name: str) -> int:
         return int(ctypes.c_int64.from_address(tensor + self._ffi.offsetof("struct ggml_tensor", name)).value)

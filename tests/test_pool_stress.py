@@ -34,7 +34,7 @@ from pooled import SIZES, largest_difference, pool_options, pooled, stock
 
 TINY = Path(__file__).parent.parent / "examples" / "tiny-moe-q8_0.gguf"
 WAYS = (("upload", "lru"), ("upload", "lfu-decay:0.98"), ("split", "lfu-decay:0.98"), ("split", "lru"), ("static", "static"))
-EXPERTS, STEPS = 32, 14
+EXPERTS, STEPS, MOST_TRIES = 32, 14, 200
 
 
 @pytest.fixture(scope="module")
@@ -43,18 +43,29 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return repack(TINY, tmp_path_factory.mktemp("tiny") / "tiny.bel")
 
 
+@dataclasses.dataclass(slots=True)
+class Made:
+    """The pools that are made, newest last; and what makes streams for them."""
+
+    patch: pytest.MonkeyPatch
+    natives: list[NativePool] = dataclasses.field(default_factory=list)
+
+    def streams(self, seed: int, haste: float, spite: float) -> Streams:
+        return Streams(Engine.open(), seed, haste, spite).patch(self.patch)
+
+
 @pytest.fixture
-def natives(monkeypatch: pytest.MonkeyPatch) -> list[NativePool]:
-    """The pools that are made, newest last."""
-    made: list[NativePool] = []
+def made(monkeypatch: pytest.MonkeyPatch) -> Made:
+    """Notes pools."""
+    noting = Made(monkeypatch)
 
     class Noted(NativePool):
         def __init__(self, *arguments: Any, **fields: Any) -> None:
             super().__init__(*arguments, **fields)
-            made.append(self)
+            noting.natives.append(self)
 
     monkeypatch.setattr(pool_model, "NativePool", Noted)
-    return made
+    return noting
 
 
 @dataclasses.dataclass(slots=True)
@@ -108,12 +119,11 @@ class Course:
             self.run.use(mode, parse_policy(policy))
 
 
-def play(
-    source: Path, bundle: Path, seed: int, natives: list[NativePool], *, reads_ahead: bool = False, has_events: bool = True
-) -> None:
+def play(source: Path, bundle: Path, seed: int, made: Made, *, reads_ahead: bool = False, has_events: bool = True) -> None:
     """A course that the seed draws."""
     random = np.random.default_rng(seed)
-    streams = Streams(Engine.open(), seed, float(random.choice([0.0, 0.2, 0.7])), float(random.choice([0.0, 0.5, 1.0])))
+    haste, spite = (float(random.choice(x)) for x in ([0.0, 0.2, 0.7], [0.0, 0.5, 1.0]))
+    streams = made.streams(seed, haste, spite)
     streams.has_events = has_events
     manifest = open_bundle(bundle).manifest
     top_k, n_expert = manifest.layers[-1].n_used or 1, manifest.layers[-1].n_expert
@@ -134,44 +144,44 @@ def play(
         model.context(sizes) as reference,
         open_pool(Engine.open(), open_bundle(bundle), sizes, options, home) as run,
     ):
-        course = Course(run, natives[-1], reference, random)
+        course = Course(run, made.natives[-1], reference, random)
         for _ in range(STEPS):
             course.step()
     assert not streams.errors
 
 
 @pytest.mark.parametrize("seed", range(16))
-def test_any_course_is_exact(seed: int, tiny: Path, natives: list[NativePool]) -> None:
+def test_any_course_is_exact(seed: int, tiny: Path, made: Made) -> None:
     """Prompts, tokens, new sequences, other ways and decodes that fail, in any order."""
-    play(TINY, tiny, seed, natives)
+    play(TINY, tiny, seed, made)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_any_course_without_events(seed: int, tiny: Path, natives: list[NativePool]) -> None:
+def test_any_course_without_events(seed: int, tiny: Path, made: Made) -> None:
     """Streams that cannot wait for each other, as of CUDA without copies between peers: the host waits in their place."""
-    play(TINY, tiny, seed, natives, has_events=False)
+    play(TINY, tiny, seed, made, has_events=False)
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("arch", ["gpt-oss", "deepseek2", "llama"])
-def test_any_course_of_other_graphs(arch: str, seed: int, tmp_path: Path, natives: list[NativePool]) -> None:
+def test_any_course_of_other_graphs(arch: str, seed: int, tmp_path: Path, made: Made) -> None:
     """With biases of experts; with blocks that have none; as many experts of a token as slots."""
     source = archs.make_model(arch, tmp_path / "model.gguf", seed=seed)
-    play(source, repack(source, tmp_path / "model.bel"), seed, natives)
+    play(source, repack(source, tmp_path / "model.bel"), seed, made)
 
 
 @pytest.mark.parametrize("n_layer", [1, 2])
-def test_any_course_of_few_layers(n_layer: int, tmp_path: Path, natives: list[NativePool]) -> None:
+def test_any_course_of_few_layers(n_layer: int, tmp_path: Path, made: Made) -> None:
     """The only layer is the last one, of which a prompt computes one token."""
     source = archs.make_model("qwen3moe", tmp_path / "model.gguf", n_layer=n_layer)
     bundle = repack(source, tmp_path / "model.bel")
     for seed in range(4):
-        play(source, bundle, seed, natives)
+        play(source, bundle, seed, made)
 
 
 @pytest.mark.parametrize("reads_ahead", [True, False])
 def test_any_course_of_layers_that_differ(
-    reads_ahead: bool, tmp_path: Path, natives: list[NativePool], monkeypatch: pytest.MonkeyPatch
+    reads_ahead: bool, tmp_path: Path, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Experts of other sizes have other places on the stage, which are others' too; or a stage of their own."""
     make = archs._tensor
@@ -183,27 +193,27 @@ def test_any_course_of_layers_that_differ(
     source = archs.make_model("qwen3moe", tmp_path / "model.gguf", quant="q4_0", n_layer=4)
     bundle = repack(source, tmp_path / "model.bel")
     for seed in range(4):
-        play(source, bundle, seed, natives, reads_ahead=reads_ahead)
+        play(source, bundle, seed, made, reads_ahead=reads_ahead)
 
 
 @pytest.mark.parametrize("n_prompt", [65, 129, 192])
 @pytest.mark.parametrize("slots", [12, EXPERTS - 1])
-@pytest.mark.parametrize("spite", [0.0, 1.0])
-def test_a_stage_that_was_begun_in_vain(n_prompt: int, slots: int, spite: float, tiny: Path) -> None:
+@pytest.mark.parametrize(("haste", "spite"), [(0.0, 0.0), (0.0, 1.0), (0.7, 0.0)])
+def test_a_stage_that_was_begun_in_vain(n_prompt: int, slots: int, haste: float, spite: float, tiny: Path, made: Made) -> None:
     """A prompt's last layer computes the last token alone, when all its experts are on their way to the stage already: they
     must not come to lie over what is brought ahead there, or over the next graph's first layer."""
     sizes = ContextOptions(512, 512, 64, 1)
     for seed in range(4):
-        streams = Streams(Engine.open(), seed, 0.0, spite)
+        streams = made.streams(seed, haste, spite)
         options = pool_options(tiny, "upload", "lfu-decay:0.98", slots=slots)
         answer = pooled(tiny, options, n_prompt, 24, sizes, False, home=streams.home)
         assert largest_difference(answer.logits, stock(TINY, n_prompt, 24, sizes, False)) == 0.0
         assert not streams.errors
 
 
-def test_what_is_still_brought_when_the_mode_changes(tiny: Path, natives: list[NativePool]) -> None:
+def test_what_is_still_brought_when_the_mode_changes(tiny: Path, made: Made) -> None:
     """Guesses that were wrong have nobody who waits for them; in slots that never change none are made."""
-    streams = Streams(Engine.open(), 0, 0.0, 0.0)
+    streams = made.streams(0, 0.0, 0.0)
     with (
         Engine.open().load(TINY) as model,
         model.context(SIZES) as reference,
@@ -211,9 +221,11 @@ def test_what_is_still_brought_when_the_mode_changes(tiny: Path, natives: list[N
             Engine.open(), open_bundle(tiny), SIZES, pool_options(tiny, "split", slots=8, share=1.0), streams.home
         ) as run,
     ):
-        course = Course(run, natives[-1], reference, np.random.default_rng(0))
-        for _ in range(20):
+        course = Course(run, made.natives[-1], reference, np.random.default_rng(0))
+        for _ in range(MOST_TRIES):  # a busy machine may take every guess back
             course.decode(1)
+            if streams.n_waiting:
+                break
         assert streams.n_waiting > 0
         run.use("static", parse_policy("static"))
         course.clear()
@@ -221,13 +233,13 @@ def test_what_is_still_brought_when_the_mode_changes(tiny: Path, natives: list[N
         course.decode(65, all_logits=True)
 
 
-def test_a_request_that_nobody_was_woken_for(tiny: Path, natives: list[NativePool]) -> None:
+def test_a_request_that_nobody_was_woken_for(tiny: Path, made: Made) -> None:
     """The thread may fall asleep just when a request is made; the next one wakes it, but behind a decode that failed there is
     none, and who waits for it to rest would wait for ever."""
     options = pool_options(tiny, "upload", slots=8, spin_us=0)
     with open_pool(Engine.open(), open_bundle(tiny), SIZES, options, cpu_home(Engine.open())) as run:
         run.context.decode([1])
-        looker = natives[-1]._looker
+        looker = made.natives[-1]._looker
         while not looker.table[at.IS_ASLEEP]:
             time.sleep(0.001)
         looker.table[at.FOR_LAYER] = 1
@@ -241,7 +253,7 @@ def test_a_request_that_nobody_was_woken_for(tiny: Path, natives: list[NativePoo
     assert not is_hanging
 
 
-def test_host_memory_that_the_device_does_not_reach(tiny: Path, natives: list[NativePool]) -> None:
+def test_host_memory_that_the_device_does_not_reach(tiny: Path, made: Made) -> None:
     """Where the driver pins none, a GPU's kernels would fail at it: then ids are fetched, and nothing is guessed."""
     home = cpu_home(Engine.open())
     kind = home.abi.ffi.cast("struct buffer_type *", home.kind)[0]
@@ -262,7 +274,7 @@ def test_host_memory_that_the_device_does_not_reach(tiny: Path, natives: list[Na
     unpinned = dataclasses.replace(home, abi=abi, host_kind=home.abi.ffi.cast("void *", other))
     answer = pooled(tiny, pool_options(tiny, "upload", slots=8), 20, 20, home=unpinned)
     assert largest_difference(answer.logits, stock(TINY, 20, 20)) == 0.0
-    assert natives[-1].root[at.PICKED] == 0
+    assert made.natives[-1].root[at.PICKED] == 0
     assert answer.counters.decode.ahead_bytes == 0 < answer.counters.decode.uploaded_bytes
 
 
@@ -280,14 +292,18 @@ def test_a_decode_that_is_interrupted_leaves_an_empty_context() -> None:
             raise AssertionError
 
     is_armed: list[bool] = []
-    with Engine.open().load(TINY) as model, model.context(SIZES, Interrupting()) as context:
-        context.decode([1, 2, 3])
-        is_armed.append(True)
-        with pytest.raises(KeyboardInterrupt):
-            context.decode([4])
-        assert context.n_past == 0
-        context.decode([1, 2, 3])
-        first = context.logits.copy()
-    with Engine.open().load(TINY) as model, model.context(SIZES) as context:
-        context.decode([1, 2, 3])
-        assert np.array_equal(context.logits, first)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs this may ignore it
+    try:
+        with Engine.open().load(TINY) as model, model.context(SIZES, Interrupting()) as context:
+            context.decode([1, 2, 3])
+            is_armed.append(True)
+            with pytest.raises(KeyboardInterrupt):
+                context.decode([4])
+            assert context.n_past == 0
+            context.decode([1, 2, 3])
+            first = context.logits.copy()
+            context.clear()
+            context.decode([1, 2, 3])
+            assert np.array_equal(context.logits, first)
+    finally:
+        signal.signal(signal.SIGINT, before)
