@@ -150,7 +150,7 @@ def play(source: Path, bundle: Path, seed: int, made: Made, *, reads_ahead: bool
     assert not streams.errors
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(12))
 def test_any_course_is_exact(seed: int, tiny: Path, made: Made) -> None:
     """Prompts, tokens, new sequences, other ways and decodes that fail, in any order."""
     play(TINY, tiny, seed, made)
@@ -196,7 +196,7 @@ def test_any_course_of_layers_that_differ(
         play(source, bundle, seed, made, reads_ahead=reads_ahead)
 
 
-@pytest.mark.parametrize("n_prompt", [65, 129, 192])
+@pytest.mark.parametrize("n_prompt", [129, 192])
 @pytest.mark.parametrize("slots", [12, EXPERTS - 1])
 @pytest.mark.parametrize(("haste", "spite"), [(0.0, 0.0), (0.0, 1.0), (0.7, 0.0)])
 def test_a_stage_that_was_begun_in_vain(n_prompt: int, slots: int, haste: float, spite: float, tiny: Path, made: Made) -> None:
@@ -211,8 +211,24 @@ def test_a_stage_that_was_begun_in_vain(n_prompt: int, slots: int, haste: float,
         assert not streams.errors
 
 
-def test_what_is_still_brought_when_the_mode_changes(tiny: Path, made: Made) -> None:
-    """Guesses that were wrong have nobody who waits for them; in slots that never change none are made."""
+def test_memory_goes_once_nothing_is_copied_there(tiny: Path, made: Made) -> None:
+    """A prompt whose last token finds its experts in slots leaves copies behind that nobody waits for."""
+    streams = made.streams(0, 0.0, 0.0)
+    options = pool_options(tiny, "upload", slots=EXPERTS - 1)
+    with open_pool(Engine.open(), open_bundle(tiny), SIZES, options, streams.home) as run:
+        for token in range(MOST_TRIES):
+            run.context.clear()
+            run.context.decode([token] * 65)
+            if streams.n_waiting:
+                break
+        assert streams.n_waiting > 0
+    assert not streams.errors
+
+
+@pytest.mark.parametrize("mode", ["split", "static"])
+def test_what_is_still_brought_when_a_prompt_comes(mode: str, tiny: Path, made: Made) -> None:
+    """Guesses that were wrong have nobody who waits for them, and stay on their way to the stage; also where from now on none
+    are made, in slots that never change."""
     streams = made.streams(0, 0.0, 0.0)
     with (
         Engine.open().load(TINY) as model,
@@ -227,7 +243,8 @@ def test_what_is_still_brought_when_the_mode_changes(tiny: Path, made: Made) -> 
             if streams.n_waiting:
                 break
         assert streams.n_waiting > 0
-        run.use("static", parse_policy("static"))
+        if mode == "static":
+            run.use("static", parse_policy("static"))
         course.clear()
         streams.spite = 1.0
         course.decode(65, all_logits=True)
