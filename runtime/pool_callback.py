@@ -213,10 +213,13 @@ def _add_rows(root: Any, i: int, layer: Any, output: int) -> int:
 
 @compiled
 def _stops_behind(root: Any, i: int, layer: Any, rows: int) -> int:
-    """Whether to stop behind the products of a layer: for rows of the CPU's, or to fill the next layer's stage early."""
+    """Whether to stop behind the products of a layer: for rows of the CPU's, or to fill the next layer's stage early.
+
+    That of the last layer is not: of a prompt it computes the last token alone, and the others' experts would come in vain.
+    """
     if rows == 1:
         return 1 if root[at.HAS_CPU] != 0 else 0
-    return 1 if i + 1 < root[at.N_LAYERS] and takes_nearly_all(rows, layer[at.TOP_K], layer[at.N_EXPERT]) else 0
+    return 1 if i + 2 < root[at.N_LAYERS] and takes_nearly_all(rows, layer[at.TOP_K], layer[at.N_EXPERT]) else 0
 
 
 @compiled

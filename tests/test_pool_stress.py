@@ -196,31 +196,50 @@ def test_any_course_of_layers_that_differ(
         play(source, bundle, seed, made, reads_ahead=reads_ahead)
 
 
-@pytest.mark.parametrize("n_prompt", [129, 192])
+@pytest.mark.parametrize("n_next", [1, 65])
 @pytest.mark.parametrize("slots", [12, EXPERTS - 1])
 @pytest.mark.parametrize(("haste", "spite"), [(0.0, 0.0), (0.0, 1.0), (0.7, 0.0)])
-def test_a_stage_that_was_begun_in_vain(n_prompt: int, slots: int, haste: float, spite: float, tiny: Path, made: Made) -> None:
-    """A prompt's last layer computes the last token alone, when all its experts are on their way to the stage already: they
-    must not come to lie over what is brought ahead there, or over the next graph's first layer."""
+def test_a_stage_that_was_begun_in_vain(n_next: int, slots: int, haste: float, spite: float, tiny: Path, made: Made) -> None:
+    """A prompt fails when a layer's experts are on their way to the stage: they must not come to lie over what is brought
+    there next, ahead of its use or for the first layer of another prompt."""
+    streams = made.streams(0, haste, spite)
+    with (
+        Engine.open().load(TINY) as model,
+        model.context(SIZES) as reference,
+        open_pool(Engine.open(), open_bundle(tiny), SIZES, pool_options(tiny, "upload", slots=slots), streams.home) as run,
+    ):
+        course = Course(run, made.natives[-1], reference, np.random.default_rng(n_next))
+        for _ in range(24):
+            course.fail(2, 65)
+            course.decode(n_next)
+            for _ in range(4):
+                course.decode(1)
+    assert not streams.errors
+
+
+@pytest.mark.parametrize("n_prompt", [65, 129, 192])
+def test_a_prompt_leaves_nothing_behind(n_prompt: int, tiny: Path, made: Made) -> None:
+    """Its last layer computes the last token alone, or none in all graphs but the last one."""
+    streams = made.streams(0, 0.0, 0.0)
     sizes = ContextOptions(512, 512, 64, 1)
-    for seed in range(4):
-        streams = made.streams(seed, haste, spite)
-        options = pool_options(tiny, "upload", "lfu-decay:0.98", slots=slots)
-        answer = pooled(tiny, options, n_prompt, 24, sizes, False, home=streams.home)
-        assert largest_difference(answer.logits, stock(TINY, n_prompt, 24, sizes, False)) == 0.0
-        assert not streams.errors
+    with open_pool(
+        Engine.open(), open_bundle(tiny), sizes, pool_options(tiny, "upload", slots=EXPERTS - 1, n_ahead=0), streams.home
+    ) as run:
+        for token in range(20):
+            run.context.clear()
+            run.context.decode([token] * n_prompt)
+            assert streams.n_waiting == 0
 
 
 def test_memory_goes_once_nothing_is_copied_there(tiny: Path, made: Made) -> None:
-    """A prompt whose last token finds its experts in slots leaves copies behind that nobody waits for."""
+    """A prompt that fails leaves copies behind that nobody waits for."""
     streams = made.streams(0, 0.0, 0.0)
-    options = pool_options(tiny, "upload", slots=EXPERTS - 1)
-    with open_pool(Engine.open(), open_bundle(tiny), SIZES, options, streams.home) as run:
-        for token in range(MOST_TRIES):
-            run.context.clear()
-            run.context.decode([token] * 65)
-            if streams.n_waiting:
-                break
+    with (
+        Engine.open().load(TINY) as model,
+        model.context(SIZES) as reference,
+        open_pool(Engine.open(), open_bundle(tiny), SIZES, pool_options(tiny, "upload", slots=8), streams.home) as run,
+    ):
+        Course(run, made.natives[-1], reference, np.random.default_rng(0)).fail(2, 65)
         assert streams.n_waiting > 0
     assert not streams.errors
 
