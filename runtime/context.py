@@ -154,8 +154,12 @@ class Context:
         batch = library.ffi.new("struct llama_batch *")
         batch.n_tokens, batch.token, batch.pos, batch.logits = count, self._c_tokens, self._c_positions, self._c_wanted
         self._error, self._n_logits = None, 0
-        with signals_deferred():
-            status = library.lib.llama_decode(self._pointer, batch[0])
+        try:
+            with signals_deferred():
+                status = library.lib.llama_decode(self._pointer, batch[0])
+        except BaseException:  # of a handler: llama.cpp has the tokens already
+            self.clear()
+            raise
         if self._error is not None or status != 0:
             self._fail(status, count)
         if self._after is not None:

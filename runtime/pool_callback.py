@@ -14,7 +14,7 @@ from numba.np.numpy_support import carray
 from bel.runtime import pool_rows as at
 from bel.runtime.cache_rows import INT_ROWS, REAL_ROWS
 from bel.runtime.pool_ahead import request, settle
-from bel.runtime.pool_copies import begin_stage, let_wait, point, stage, upload
+from bel.runtime.pool_copies import begin_stage, leave_stage, let_wait, point, stage, upload
 from bel.runtime.pool_counters import (
     ABSENT as N_ABSENT,
 )
@@ -160,7 +160,9 @@ def _serve(root: Any, i: int, layer: Any) -> int:
     if absent > 0:  # first, so that the CPU works while the rest is done
         _request(root, i, layer, ask, absent)
     is_staged = rows > 1
-    begun = root[at.STAGE_BEGUN] == i
+    begun = is_staged and root[at.STAGE_BEGUN] == i
+    if root[at.STAGE_BEGUN] >= 0 and not begun:
+        leave_stage(root)
     root[at.STAGE_BEGUN] = -1
     if is_staged != (layer[at.IS_STAGED] != 0):
         point(root, i, layer, parts, is_staged)
@@ -211,10 +213,13 @@ def _add_rows(root: Any, i: int, layer: Any, output: int) -> int:
 
 @compiled
 def _stops_behind(root: Any, i: int, layer: Any, rows: int) -> int:
-    """Whether to stop behind the products of a layer: for rows of the CPU's, or to fill the next layer's stage early."""
+    """Whether to stop behind the products of a layer: for rows of the CPU's, or to fill the next layer's stage early.
+
+    That of the last layer is not: of a prompt it computes the last token alone, and the others' experts would come in vain.
+    """
     if rows == 1:
         return 1 if root[at.HAS_CPU] != 0 else 0
-    return 1 if i + 1 < root[at.N_LAYERS] and takes_nearly_all(rows, layer[at.TOP_K], layer[at.N_EXPERT]) else 0
+    return 1 if i + 2 < root[at.N_LAYERS] and takes_nearly_all(rows, layer[at.TOP_K], layer[at.N_EXPERT]) else 0
 
 
 @compiled

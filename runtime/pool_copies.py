@@ -192,6 +192,16 @@ def begin_stage(root: Any, i: int, counts: Any) -> None:
 
 
 @compiled
+def leave_stage(root: Any) -> None:
+    """A stage was begun that no call of many rows came for: whatever is brought there next comes behind it."""
+    gather(root)
+    if root[at.COPIED_EVENT] != 0:  # which what is brought ahead waits for too
+        follow(root, root[at.COPIED_EVENT], root[at.COPY_BACKEND], root[at.OTHER_BACKEND])
+    else:
+        call(root[at.SYNCHRONIZE], root[at.COPY_BACKEND], 0, 0, 0, 0)
+
+
+@compiled
 def stage(root: Any, i: int, layer: Any, parts: Any, ask: Any, distinct: int, loads: int, begun: bool, counts: Any) -> None:
     """Bring the experts of a call of many rows to the stage, and from there those that are to stay into their slots.
 

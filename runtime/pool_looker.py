@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from bel.formats.errors import MachineError
+from bel.formats.signals import signals_deferred
 from bel.runtime import pool_rows as at
 from bel.runtime.cache_rows import Ints
 from bel.runtime.guess_gate import make_gate
@@ -64,6 +65,8 @@ class Looker:
     def use(self, most: int) -> None:
         """From now on bring at most so many experts of a layer ahead; between decodes.  Nothing is under way behind it."""
         self.rest()
+        if self._thread is not None:  # no one would wait for more of them than `most`
+            self._abi.lib.ggml_backend_synchronize(self._abi.pointer(int(self.table[at.FETCH_BACKEND])))
         self._gate[:] = 0
         self.table[at.MOST_AHEAD] = min(most, at.MOST_GUESSES) if self._thread is not None else 0
 
@@ -72,6 +75,8 @@ class Looker:
         decode, and when a context ends, for one that failed leaves a request."""
         table = self.table
         while self._thread is not None and (table[at.STATE] % at.N_STATES in (at.REQUESTED, at.CLAIMED) or table[at.IS_BUSY]):
+            if self.table[at.IS_ASLEEP]:  # it fell asleep just when the last request was made
+                os.eventfd_write(int(table[at.AHEAD_FD]), 1)
             time.sleep(_REST_SECONDS)
 
     def check(self) -> None:
@@ -86,7 +91,8 @@ class Looker:
         if thread is not None:
             self.table[at.AHEAD_STOP] = 1
             os.eventfd_write(int(self.table[at.AHEAD_FD]), 1)
-            thread.join()
+            with signals_deferred():  # what it computes with is freed next
+                thread.join()
             os.close(int(self.table[at.AHEAD_FD]))
         events, self._events = self._events, []
         for event in events:

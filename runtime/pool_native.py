@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bel.formats.errors import MachineError
+from bel.formats.signals import signals_deferred
 from bel.formats.units import align_up
 from bel.runtime import pool_rows as at
 from bel.runtime.backend_watch import BackendWatch
@@ -112,7 +113,8 @@ class NativePool:
             try:
                 yield context
             finally:
-                self._looker.rest()
+                with signals_deferred():  # else an interrupt here would free the context under the helper
+                    self._looker.rest()
 
     def _keep(self, array: npt.NDArray[Any]) -> int:
         """The address of an array, which lives as long as this."""
@@ -202,19 +204,19 @@ class NativePool:
             root[at.FIRST_WORDS] = self._keep(np.frombuffer(b"".join(filled), np.int64).copy())
 
     def _fill_room(self, layers: Sequence[LayerSlots], n_rows: int) -> int:
-        """Memory that the home reads and writes by itself, and other memory.  Returns where guesses have room."""
+        """Memory that the home reads and writes by itself, and other memory.  Returns the room for guesses, or 0."""
         most, top_k = max(x.n_expert for x in layers), max(x.top_k for x in layers)
         if 4 * top_k > at.NAMED_BYTES:
             raise MachineError("the slot pool has no room for so many experts of a token", found=top_k)
         row = align_up(4 * most, at.NAMED_BYTES)
         room = HostRoom(self._home, 2 * row + self._n * at.NAMED_BYTES)
         self._open.callback(room.close)
-        self.root[at.PICKED], self.root[at.NAMED] = room.address, room.address + 2 * row
+        self.root[at.PICKED], self.root[at.NAMED] = room.address if room.is_reached else 0, room.address + 2 * row
         self.root[at.IDS], self.root[at.IDS_BYTES] = self._keep(np.zeros(n_rows * most, np.int32)), 4 * n_rows * most
         self.root[at.SHORT] = self._keep(np.zeros(n_rows * top_k, np.uint16))
         self.root[at.CLOCK_ROOM] = self._keep(np.zeros(4, np.int64))
         self.root[at.EVENT_ROOM] = self._keep(np.zeros(2, np.int64))
-        return room.address + row
+        return room.address + row if room.is_reached else 0
 
     def _most_ahead(self, mode: int) -> int:
         """In slots that never change nothing brought ahead has a place."""
@@ -228,7 +230,7 @@ class NativePool:
 
     def _fill_ahead(self, library: LlamaLibrary, scores: int) -> None:
         graphs = None
-        if self._n_ahead:
+        if self._n_ahead and scores:
             graphs = GuessGraphs(library, self._home, self._graphs, scores)
             self._open.callback(graphs.close)
         self._looker = Looker(self._home, graphs, scores)
@@ -265,6 +267,7 @@ class NativePool:
         missing = int((self._layers[:, at.SERVED] == 0).sum())
         self._layers[:, at.SERVED] = 0
         root[at.ERROR] = at.NO_ERROR
+        self._looker.rest()
         if error != at.NO_ERROR:
             what = {
                 at.WRONG_IDS: "llama.cpp chose an expert that does not exist",
@@ -272,7 +275,6 @@ class NativePool:
                 at.CPU_FAILED: "llama.cpp could not compute missing experts on the CPU",
             }[error]
             raise MachineError(what, tensor=self._graphs[i].topk.decode("utf-8", "replace"), found=value)
-        self._looker.rest()
         self._looker.check()
         if missing:
             raise MachineError(f"llama.cpp did not choose experts in {missing} layers; the output cannot be trusted")
@@ -284,7 +286,8 @@ class NativePool:
         if thread is not None:
             self._request[at.STOP] = 1
             os.eventfd_write(int(self.root[at.EVENT_FD]), 1)
-            thread.join()
+            with signals_deferred():  # what it computes with is freed next
+                thread.join()
             os.close(int(self.root[at.EVENT_FD]))
 
 

@@ -23,6 +23,8 @@ class HostRoom:
         view = abi.ffi.cast("struct buffer *", self._buffer)
         self.is_pinned = home.host_kind is not None and view.type == home.host_kind
         """Whether the home copies from it by itself.  A device's library takes common memory where it gets no other."""
+        self.is_reached = self.is_pinned or (home.host_kind is None and home.kind == abi.lib.ggml_backend_cpu_buffer_type())
+        """Whether the home's kernels may read and write it: a GPU's fail at common memory."""
         self.address = align_up(abi.number(abi.lib.ggml_backend_buffer_get_base(self._buffer)), PAGE_BYTES)
 
     @property

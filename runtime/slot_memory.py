@@ -213,13 +213,15 @@ class SlotMemory:
         self._home.abi.lib.ggml_backend_synchronize(self.backend)
 
     def close(self) -> None:
-        """Give the home its memory back.  A second call does nothing."""
+        """Give the home its memory back, once nothing is copied there any more.  A second call does nothing."""
         buffer, self._buffer = self._buffer, None
         lib = self._home.abi.lib
-        if buffer is not None:
-            lib.ggml_backend_buffer_free(buffer)
-        streams = [getattr(self, name, None) for name in ("backend", "other")]
+        made = [getattr(self, name, None) for name in ("backend", "other")]
+        streams = [stream for stream in made if stream is not None and stream != self._home.abi.ffi.NULL]
         self.backend = self.other = None
         for stream in streams:
-            if stream is not None and stream != self._home.abi.ffi.NULL:
-                lib.ggml_backend_free(stream)
+            lib.ggml_backend_synchronize(stream)
+        if buffer is not None:
+            lib.ggml_backend_buffer_free(buffer)
+        for stream in streams:
+            lib.ggml_backend_free(stream)
