@@ -32,6 +32,7 @@ from bel.runtime.pool_home import Home
 from bel.runtime.pool_hosts import HostExperts
 from bel.runtime.pool_layers import LayerSlots
 from bel.runtime.pool_looker import Looker, new_event
+from bel.runtime.pool_names import name_table
 from bel.runtime.pool_parts import PoolParts
 from bel.runtime.pool_room import HostRoom
 from bel.runtime.pool_step import STATIC, UPLOAD
@@ -49,7 +50,6 @@ _FUNCTIONS = {
 }
 _SYSTEM = {at.READ: "read", at.WRITE: "write", at.YIELD: "sched_yield", at.CLOCK_GETTIME: "clock_gettime"}
 _SPARE_ROWS = 64  # llama.cpp rounds a ubatch up
-_MIN_NAMES = 16
 MOST_PITCH_BYTES = 1 << 31
 """cudaMemcpy2DAsync refuses rows that are farther apart (cudaDeviceProp::memPitch)."""
 
@@ -173,7 +173,6 @@ class NativePool:
         self.root[at.PARTS], self.root[at.BIASES] = self._keep(parts), self._keep(biases)
 
     def _fill_names(self) -> None:
-        """A table of names by their hash, a quarter full at most."""
         names: dict[bytes, int] = {}
         for i, graph in enumerate(self._graphs):
             for what, name in (
@@ -183,25 +182,10 @@ class NativePool:
                 (at.OUTPUT_NAME, graph.output),
             ):
                 names.setdefault(name, what + 4 * i)
-        size = _MIN_NAMES
-        while size < 4 * len(names):
-            size *= 2
-        keys, values = np.zeros(size, np.uint64), np.full(size, -1, np.int64)
-        text = np.zeros((size, at.NAME_CAPACITY), np.uint8)
-        for name, value in names.items():
-            key = name_hash(name)
-            place = key & (size - 1)
-            while values[place] >= 0:
-                place = (place + 1) & (size - 1)
-            keys[place], values[place] = key, value
-            text[place, : len(name)] = np.frombuffer(name, np.uint8)
-        root = self.root
-        root[at.NAME_KEYS], root[at.NAME_VALUES] = self._keep(keys), self._keep(values)
-        root[at.NAME_BYTES], root[at.NAME_SIZE] = self._keep(text), size
-        starts = {name[:8] for name in names}
-        if len(starts) <= at.MOST_WORDS and all(len(start) == 8 for start in starts):  # else every node is looked up
-            filled = [*starts, *starts, *starts, *starts][: at.MOST_WORDS]
-            root[at.FIRST_WORDS] = self._keep(np.frombuffer(b"".join(filled), np.int64).copy())
+        made, root = name_table(names), self.root
+        root[at.NAME_KEYS], root[at.NAME_VALUES] = self._keep(made.keys), self._keep(made.values)
+        root[at.NAME_BYTES], root[at.NAME_SIZE] = self._keep(made.text), len(made.keys)
+        root[at.FIRST_WORDS] = 0 if made.starts is None else self._keep(made.starts)
 
     def _fill_room(self, layers: Sequence[LayerSlots], n_rows: int) -> int:
         """Memory that the home reads and writes by itself, and other memory.  Returns the room for guesses, or 0."""
@@ -304,14 +288,6 @@ def n_even(parts: Ints) -> int:
             break
         count += 1
     return count
-
-
-def name_hash(name: bytes) -> int:
-    """FNV-1a, 64 bits (G. Fowler, L. C. Noll, K.-P. Vo)."""
-    key = 0xCBF29CE484222325
-    for byte in name:
-        key = (key ^ byte) * 0x100000001B3 & 0xFFFFFFFFFFFFFFFF
-    return key
 
 
 @cache

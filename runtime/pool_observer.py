@@ -68,11 +68,14 @@ class PoolObserver:
         return found[0] == _ROUTER or (found[0] == _OUTPUT and self._stops_behind(found[1], tensor.ne[2]))
 
     def _stops_behind(self, i: int, rows: int) -> bool:
-        """Whether to stop behind the products of layer i: for rows of the CPU's, or to fill the next layer's stage early."""
+        """Whether to stop behind the products of layer i: for rows of the CPU's, or to fill the next layer's stage early.
+
+        That of the last layer is not: of a prompt it computes the last token alone, and the others' experts would come in vain.
+        """
         layer = self._layers[i]
         if rows == 1:
             return self._cpu is not None
-        return i + 1 < len(self._layers) and takes_nearly_all(rows, layer.top_k, layer.n_expert)
+        return i + 2 < len(self._layers) and takes_nearly_all(rows, layer.top_k, layer.n_expert)
 
     def seen(self, tensor: Tensor) -> None:
         """Serve a choice, or add what the CPU computes."""
