@@ -28,7 +28,7 @@ def _state(root: Any) -> int:
 
 
 @compiled
-def settle(root: Any, i: int, slots: Any, parts: Any, ids: Any, counts: Any) -> int:
+def settle(root: Any, i: int, slots: Any, ids: Any, counts: Any) -> int:
     """Before a call of layer i, `ids` (rows, top_k), is served: mark what was brought for it, `slots[AHEAD]`.
 
     Returns how many marks there are.  Nobody brings anything any more until the next request.
@@ -44,6 +44,7 @@ def settle(root: Any, i: int, slots: Any, parts: Any, ids: Any, counts: Any) -> 
         return 0
     store(address, number + at.IDLE)
     brought = ahead[at.N_BROUGHT]
+    parts = table(root[at.PARTS] + 8 * ahead[at.FOR_LAYER] * at.N_PARTS * at.PART, at.N_PARTS, at.PART)
     for p in range(at.N_PARTS):
         counts[AHEAD_BYTES] += brought * parts[p, at.STRIDE]
     if ahead[at.FOR_LAYER] != i or len(ids) != 1:

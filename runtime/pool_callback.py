@@ -63,8 +63,20 @@ def _fail(root: Any, error: int, i: int, value: int) -> int:
 
 
 @compiled
+def _wait_for_cpu(root: Any) -> int:
+    """Wait until the CPU's thread is done with what it was asked; its status."""
+    request = root[at.REQUEST]
+    wanted = load(request + 8 * at.ASKED)
+    if load(request + 8 * at.DONE) != wanted:
+        while load(request + 8 * at.DONE) != wanted:
+            call(root[at.YIELD], 0, 0, 0, 0, 0)
+    return int(load(request + 8 * at.STATUS))
+
+
+@compiled
 def _request(root: Any, i: int, layer: Any, ask: Any, absent: int) -> None:
     """Have the CPU's thread compute the absent experts."""
+    _wait_for_cpu(root)  # for what a decode that failed had asked
     call(root[at.TENSOR_GET], layer[at.INPUT_NODE], root[at.CPU_INPUT], 0, layer[at.ROW_BYTES], 0)
     blobs = carray(pointer(root[at.CPU_BLOBS]), (absent,), np.int32)
     experts = carray(pointer(root[at.CPU_EXPERTS]), (absent,), np.int32)
@@ -145,7 +157,7 @@ def _serve(root: Any, i: int, layer: Any) -> int:
     counts = table(root[at.COUNTS], 2, N_COUNTS)[words(root[at.PHASE], 1)[0]]
     parts = table(root[at.PARTS] + 8 * i * at.N_PARTS * at.PART, at.N_PARTS, at.PART)
     slots = table(layer[at.TABLE], TABLE_ROWS, layer[at.TABLE_COLUMNS])
-    brought = settle(root, i, slots, parts, short, counts)
+    brought = settle(root, i, slots, short, counts)
     ints = table(layer[at.INTS], INT_ROWS, layer[at.COLUMNS])
     reals = carray(pointer(layer[at.REALS]), (REAL_ROWS, layer[at.COLUMNS]), np.float64)
     ask = table(layer[at.ASK], ASK_ROWS, n_expert)
@@ -178,17 +190,6 @@ def _serve(root: Any, i: int, layer: Any) -> int:
         if brought > 0:
             slots[AHEAD, :] = 0
     return 1
-
-
-@compiled
-def _wait_for_cpu(root: Any) -> int:
-    """Wait until the CPU's thread is done with what it was asked; its status."""
-    request = root[at.REQUEST]
-    wanted = load(request + 8 * at.ASKED)
-    if load(request + 8 * at.DONE) != wanted:
-        while load(request + 8 * at.DONE) != wanted:
-            call(root[at.YIELD], 0, 0, 0, 0, 0)
-    return int(load(request + 8 * at.STATUS))
 
 
 @compiled
