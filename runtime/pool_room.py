@@ -19,7 +19,7 @@ class HostRoom:
         kind = home.host_kind if home.host_kind is not None else abi.lib.ggml_backend_cpu_buffer_type()
         self._buffer: Any = abi.lib.ggml_backend_buft_alloc_buffer(kind, self.size_bytes)
         if self._buffer == abi.ffi.NULL:
-            raise MachineError(f"the machine has no {format_bytes(self.size_bytes)} of memory for the experts")
+            raise MachineError(f"the machine has no {format_bytes(self.size_bytes)} of memory for experts or their biases")
         view = abi.ffi.cast("struct buffer *", self._buffer)
         self.is_pinned = home.host_kind is not None and view.type == home.host_kind
         """Whether the home copies from it by itself.  A device's library takes common memory where it gets no other."""

@@ -15,6 +15,7 @@ from bel.formats.units import align_up, format_bytes
 from bel.runtime.pool_graph import BiasGraph, LayerGraph, PartGraph
 from bel.runtime.pool_home import Home
 from bel.runtime.pool_hosts import HostExperts
+from bel.runtime.pool_room import HostRoom
 from bel.runtime.slot_stage import StackShape, stage_bytes, stage_groups
 
 _BYTE = 24  # enum ggml_type: I8
@@ -66,6 +67,16 @@ class SlotMemory:
         self._alignment = abi.lib.ggml_backend_buft_get_alignment(home.kind)
         self._end = 0
         self._sums = {"slots": 0, "stage": 0, "biases": 0}
+        self._rooms: list[HostRoom] = []
+        self._buffer: Any = None
+        try:
+            self._make(graphs, counts)
+        except BaseException:
+            self.close()
+            raise
+
+    def _make(self, graphs: Sequence[LayerGraph], counts: Sequence[int]) -> None:
+        home, abi, ffi = self._home, self._home.abi, self._ffi
         pairs = list(zip(graphs, counts, strict=True))
         slots = [[self._plan_slots(part, count) for part in graph.parts] for graph, count in pairs]
         self.biases = [[self._plan_bias(graph, bias, count) for bias in graph.biases] for graph, count in pairs]
@@ -77,8 +88,9 @@ class SlotMemory:
             for i, graph in enumerate(graphs)
         ]
         self.bytes = HomeBytes(**self._sums, padding=self._end - sum(self._sums.values()))
-        self._buffer: Any = abi.lib.ggml_backend_buft_alloc_buffer(home.kind, self._end)
+        self._buffer = abi.lib.ggml_backend_buft_alloc_buffer(home.kind, self._end)
         if self._buffer == abi.ffi.NULL:
+            self._buffer = None
             raise MachineError(
                 f"{home.name} has no {format_bytes(self._end)} for the slots", hint="Give fewer slots, or a smaller context"
             )
@@ -94,7 +106,6 @@ class SlotMemory:
         self.other: Any = abi.lib.ggml_backend_dev_init(home.device, abi.ffi.NULL)
         """A second one, for who begins many copies at once."""
         if abi.ffi.NULL in (self.backend, self.other):
-            self.close()
             raise MachineError(f"llama.cpp cannot use {home.name}", path=abi.path)
         self.backend_address, self.other_address = abi.number(self.backend), abi.number(self.other)
 
@@ -135,10 +146,12 @@ class SlotMemory:
         return places
 
     def _plan_bias(self, graph: LayerGraph, bias: BiasGraph, count: int) -> BiasPlace:
-        rows = np.zeros((graph.n_expert, bias.stride_bytes), np.uint8)
-        abi = self._home.abi
-        pointer = abi.ffi.cast("void *", rows.ctypes.data)
-        abi.lib.ggml_backend_tensor_get(abi.pointer(bias.tensor), pointer, 0, rows.size)
+        abi, size = self._home.abi, graph.n_expert * bias.stride_bytes
+        room = HostRoom(self._home, size)  # from common memory the home would copy while we wait
+        self._rooms.append(room)
+        pointer = abi.pointer(room.address)
+        abi.lib.ggml_backend_tensor_get(abi.pointer(bias.tensor), pointer, 0, size)
+        rows = np.frombuffer(abi.ffi.buffer(pointer, size), np.uint8).reshape(graph.n_expert, bias.stride_bytes)
         self._sums["biases"] += count * bias.stride_bytes
         return BiasPlace(bias, self._take(count * bias.stride_bytes), rows)
 
@@ -225,3 +238,5 @@ class SlotMemory:
             lib.ggml_backend_buffer_free(buffer)
         for stream in streams:
             lib.ggml_backend_free(stream)
+        while self._rooms:
+            self._rooms.pop().close()

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import archs
 from bel.formats.bundle import open_bundle
 from bel.formats.errors import MachineError
 from bel.runtime.backend_watch import BackendWatch
@@ -18,7 +19,7 @@ from bel.runtime.cache_rows import RESIDENT
 from bel.runtime.engine import Engine
 from bel.runtime.policies import parse_policy
 from bel.runtime.pool_guess import GuessGraphs
-from bel.runtime.pool_home import cpu_home
+from bel.runtime.pool_home import Home, cpu_home
 from bel.runtime.pool_layers import layer_slots
 from bel.runtime.pool_loading import load_pool
 from bel.runtime.pool_looker import Looker
@@ -26,6 +27,7 @@ from bel.runtime.pool_options import PoolOptions
 from bel.runtime.pool_room import HostRoom
 from bel.runtime.pool_rows import AHEAD_STATUS
 from bel.runtime.pool_step import ABSENT, AHEAD, LOAD, SPLIT, plan_call
+from bel.runtime.slot_memory import SlotMemory
 from exactness import repack
 from pooled import SIZES, Pooled, largest_difference, pool_options, pooled, stock
 
@@ -171,3 +173,31 @@ def test_a_device_of_another_form_is_refused() -> None:
 
     with pytest.raises(MachineError, match=r"another binary interface: device\.get_buffer_type"):
         BackendWatch(dataclasses.replace(home, abi=dataclasses.replace(home.abi, lib=Library())))
+
+
+def test_rooms_for_biases_are_given_back_where_slots_find_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinned memory that nobody closes is lost for as long as the process lives."""
+    bundle = repack(archs.make_model("gpt-oss", tmp_path / "model.gguf", quant="f32"), tmp_path / "model.bel")
+    engine = Engine.open()
+    home = cpu_home(engine)
+    rooms: list[HostRoom] = []
+    made = HostRoom.__init__
+
+    def make(self: HostRoom, home: Home, size_bytes: int) -> None:
+        made(self, home, size_bytes)
+        rooms.append(self)
+
+    class Library:
+        def __getattr__(self, name: str) -> object:
+            return (
+                (lambda *_: home.abi.ffi.NULL) if name.endswith("buft_alloc_buffer") and rooms else getattr(home.abi.lib, name)
+            )
+
+    with load_pool(engine, open_bundle(bundle), SIZES, PoolOptions(slots=2), home) as loaded:
+        assert any(graph.biases for graph in loaded.graphs)
+        monkeypatch.setattr(HostRoom, "__init__", make)
+        with pytest.raises(MachineError, match="memory"):
+            no_memory = dataclasses.replace(home, abi=dataclasses.replace(home.abi, lib=Library()))
+            SlotMemory(no_memory, engine.library.ffi, loaded.graphs, loaded.counts, loaded.hosts)
+    assert len(rooms) == 1, "the second one found no memory"
+    assert all(room._buffer is None for room in rooms)
