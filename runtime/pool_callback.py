@@ -67,9 +67,8 @@ def _wait_for_cpu(root: Any) -> int:
     """Wait until the CPU's thread is done with what it was asked; its status."""
     request = root[at.REQUEST]
     wanted = load(request + 8 * at.ASKED)
-    if load(request + 8 * at.DONE) != wanted:
-        while load(request + 8 * at.DONE) != wanted:
-            call(root[at.YIELD], 0, 0, 0, 0, 0)
+    while load(request + 8 * at.DONE) != wanted:
+        call(root[at.YIELD], 0, 0, 0, 0, 0)
     return int(load(request + 8 * at.STATUS))
 
 
@@ -78,11 +77,9 @@ def _request(root: Any, i: int, layer: Any, ask: Any, absent: int) -> None:
     """Have the CPU's thread compute the absent experts."""
     _wait_for_cpu(root)  # for what a decode that failed had asked
     call(root[at.TENSOR_GET], layer[at.INPUT_NODE], root[at.CPU_INPUT], 0, layer[at.ROW_BYTES], 0)
-    blobs = carray(pointer(root[at.CPU_BLOBS]), (absent,), np.int32)
     experts = carray(pointer(root[at.CPU_EXPERTS]), (absent,), np.int32)
-    index = words(layer[at.HOST_INDEX], layer[at.N_EXPERT])
     for n in range(absent):
-        blobs[n], experts[n] = index[ask[ABSENT, n]], ask[ABSENT, n]
+        experts[n] = ask[ABSENT, n]
     request = words(root[at.REQUEST], at.REQUEST_SIZE)
     request[at.WHICH], request[at.HOW_MANY] = i, absent
     store(root[at.REQUEST] + 8 * at.ASKED, request[at.ASKED] + 1)

@@ -25,10 +25,9 @@ def put(root: Any, address: int, offset: int, size: int) -> None:
 
 
 @compiled
-def host_address(layer: Any, parts: Any, p: int, expert: int) -> int:
+def host_address(parts: Any, p: int, expert: int) -> int:
     """Where a part of an expert stands in host memory."""
-    index = words(layer[at.HOST_INDEX], layer[at.N_EXPERT])[expert]
-    return int(parts[p, at.HOST_AT] + index * parts[p, at.HOST_STRIDE])
+    return int(parts[p, at.HOST_AT] + expert * parts[p, at.HOST_STRIDE])
 
 
 @compiled
@@ -42,7 +41,7 @@ def put_experts(root: Any, backend: int, layer: Any, parts: Any, expert: int, co
     total = 0
     for p in range(at.N_PARTS):
         size = parts[p, at.STRIDE]
-        address, offset = host_address(layer, parts, p, expert), parts[p, where] + place * size
+        address, offset = host_address(parts, p, expert), parts[p, where] + place * size
         total += count * size
         if p == 0 and n_even > 1:
             apart, host_apart = parts[1, where] - parts[0, where], parts[1, at.HOST_AT] - parts[0, at.HOST_AT]
@@ -55,7 +54,10 @@ def put_experts(root: Any, backend: int, layer: Any, parts: Any, expert: int, co
 
 @compiled
 def follow(root: Any, event: int, backend: int, waiting: int) -> None:
-    """Let the stream of one backend wait for what was begun on another one's."""
+    """Let the stream of one backend wait for what was begun on another one's; without events wait here."""
+    if event == 0:
+        call(root[at.SYNCHRONIZE], backend, 0, 0, 0, 0)
+        return
     call(root[at.EVENT_RECORD], event, backend, 0, 0, 0)
     call(root[at.EVENT_WAIT], waiting, event, 0, 0, 0)
 
@@ -66,20 +68,14 @@ def gather(root: Any) -> None:
     if root[at.IN_USE] == 0:
         return
     root[at.IN_USE] = 0
-    if root[at.OTHER_EVENT] != 0:
-        follow(root, root[at.OTHER_EVENT], root[at.OTHER_BACKEND], root[at.COPY_BACKEND])
-    else:
-        call(root[at.SYNCHRONIZE], root[at.OTHER_BACKEND], 0, 0, 0, 0)
+    follow(root, root[at.OTHER_EVENT], root[at.OTHER_BACKEND], root[at.COPY_BACKEND])
 
 
 @compiled
 def let_wait(root: Any) -> None:
-    """What the graph computes next waits for all copies that were begun; here nothing waits, but for a home without events."""
+    """What the graph computes next waits for all copies that were begun."""
     gather(root)
-    if root[at.COPIED_EVENT] != 0:
-        follow(root, root[at.COPIED_EVENT], root[at.COPY_BACKEND], root[at.GRAPH_BACKEND])
-    else:
-        call(root[at.SYNCHRONIZE], root[at.COPY_BACKEND], 0, 0, 0, 0)
+    follow(root, root[at.COPIED_EVENT], root[at.COPY_BACKEND], root[at.GRAPH_BACKEND])
 
 
 @compiled
@@ -103,6 +99,7 @@ def _move(root: Any, backend: int, source: int, target: int, size: int) -> None:
 
 @compiled
 def put_biases(root: Any, i: int, layer: Any, expert: int, slot: int) -> None:
+    """Begin to copy an expert's biases into a slot."""
     biases = table(root[at.BIASES] + 8 * i * at.N_PARTS * at.BIAS, at.N_PARTS, at.BIAS)
     for b in range(layer[at.N_BIASES]):
         size = biases[b, at.BIAS_STRIDE]
@@ -159,12 +156,7 @@ def _put_on_stage(root: Any, layer: Any, parts: Any, first: int, count: int, cou
     """Begin to bring `count` experts from `first` on to the stage, where they stand side by side as in host memory."""
     if count == 0:
         return
-    last = host_address(layer, parts, 0, first + count - 1)
-    if last - host_address(layer, parts, 0, first) == (count - 1) * parts[0, at.STRIDE]:
-        counts[STAGED_BYTES] += put_experts(root, next_stream(root), layer, parts, first, count, at.STAGE_AT, first)
-        return
-    for expert in range(first, first + count):
-        counts[STAGED_BYTES] += put_experts(root, next_stream(root), layer, parts, expert, 1, at.STAGE_AT, expert)
+    counts[STAGED_BYTES] += put_experts(root, next_stream(root), layer, parts, first, count, at.STAGE_AT, first)
 
 
 @compiled
@@ -194,11 +186,8 @@ def begin_stage(root: Any, i: int, counts: Any) -> None:
 @compiled
 def leave_stage(root: Any) -> None:
     """A stage was begun that no call of many rows came for: whatever is brought there next comes behind it."""
-    gather(root)
-    if root[at.COPIED_EVENT] != 0:  # which what is brought ahead waits for too
-        follow(root, root[at.COPIED_EVENT], root[at.COPY_BACKEND], root[at.OTHER_BACKEND])
-    else:
-        call(root[at.SYNCHRONIZE], root[at.COPY_BACKEND], 0, 0, 0, 0)
+    gather(root)  # what is brought ahead waits for the same event
+    follow(root, root[at.COPIED_EVENT], root[at.COPY_BACKEND], root[at.OTHER_BACKEND])
 
 
 @compiled

@@ -30,8 +30,8 @@ _ALIGNED_FLOATS = 16
 class CpuExperts:
     """A graph for each layer and each number of missing experts from 1 to the layer's top-k.
 
-    `input` float32 (n_embd,) and `blobs`, `experts` int32 (top_k,) are what it computes from: the numbers of blobs in host
-    memory, and the ids for the biases.  `rows` float32 (top_k, n_embd) is what comes out.  Close it.
+    `input` float32 (n_embd,) and `experts` int32 (top_k,), the ids, are what it computes from; `outputs` is what comes out.
+    Close it.
     """
 
     def __init__(
@@ -48,9 +48,8 @@ class CpuExperts:
         top_k = max(graph.top_k for graph in graphs)
         n_embd = max(graph.part("gate").ne[0] for graph in graphs)
         n_ff = max(graph.part("gate").ne[1] for graph in graphs)
-        self._blobs_n = [graph.n_expert for graph in graphs]
         self.input = _floats(n_embd)
-        self.blobs, self.experts = np.zeros(top_k, np.int32), np.zeros(top_k, np.int32)
+        self.experts = np.zeros(top_k, np.int32)
         self._rooms = {role: _floats(top_k * n_ff) for role in ("gate", "up", "gate bias", "up bias", "unit")}
         self._rooms |= {role: _floats(top_k * n_embd) for role in ("down", "down bias")}
         self._contexts: list[tuple[Any, Any]] = []
@@ -98,11 +97,10 @@ class CpuExperts:
     def _graph(self, context: Any, graph: LayerGraph, stacks: dict[str, Any], biases: dict[str, Any], count: int) -> int:
         n_embd = graph.part("gate").ne[0]
         values = self._tensor(context, TYPE_F32, (n_embd, 1, 1), self.input)
-        blobs = self._tensor(context, TYPE_I32, (count, 1, 1), self.blobs)
         experts = self._tensor(context, TYPE_I32, (count, 1, 1), self.experts)
 
         def projected(role: str, source: Any) -> Any:
-            node = self._lib.ggml_mul_mat_id(context, stacks[role], source, blobs)
+            node = self._lib.ggml_mul_mat_id(context, stacks[role], source, experts)
             node.op_params = graph.part(role).op_params  # stock's precision
             node = self._placed(node, role)
             if role not in biases:
@@ -135,7 +133,6 @@ class CpuExperts:
         """Compute experts of layer i from `input`; row r of `outputs[i]` is that of `experts[r]`.  Raises MachineError."""
         count = len(experts)
         self.experts[:count] = experts
-        self.blobs[:count] = [self._hosts.index(i, expert) for expert in experts]
         graph = self._abi.pointer(self.graphs[i][count - 1])
         status = self._abi.lib.ggml_backend_graph_compute(self.backend, graph)
         if status != 0:

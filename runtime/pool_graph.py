@@ -9,7 +9,7 @@ ids may be replaced.  To stop in the midst of those nodes would also keep a GPU 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -221,25 +221,26 @@ class GraphLearner:
         return self._ffi.cast("struct ggml_tensor *", tensor.identity)
 
 
-class PromptTrial:
-    """An observer of a prompt that is computed behind `GraphLearner`, for nothing but the memory that it takes: the products of
-    all rows read the first experts of the scratch."""
+class ChoiceObserver:
+    """An observer that stops behind each choice; `chosen` is called with the layer's place and the node of the ids."""
 
-    def __init__(self, home: Home, graphs: Sequence[LayerGraph]) -> None:
-        self._home = home
-        self._topk = {graph.topk: graph.router for graph in graphs}
-        self._nodes: dict[bytes, Tensor] = {}
+    def __init__(self, graphs: Sequence[LayerGraph], chosen: Callable[[int, Tensor], None]) -> None:
+        self._chosen = chosen
+        self._topk = {graph.topk: i for i, graph in enumerate(graphs)}
+        self._router = {graph.router: i for i, graph in enumerate(graphs)}
+        self._nodes: dict[int, Tensor] = {}
 
     def ask(self, tensor: Tensor) -> bool:
         """Behind each choice."""
         name = tensor.raw_name
         if name in self._topk:
             self._nodes[self._topk[name]] = tensor
-        return name in self._nodes
+        return name in self._router
 
     def seen(self, tensor: Tensor) -> None:
-        """Make it the first experts."""
-        choose_first(self._home, self._nodes[tensor.raw_name])
+        """A choice is made."""
+        i = self._router[tensor.raw_name]
+        self._chosen(i, self._nodes[i])
 
 
 def choose_first(home: Home, ids: Tensor) -> None:

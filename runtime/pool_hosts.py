@@ -26,7 +26,7 @@ class PartRoom:
 class HostExperts(HostRoom):
     """Memory for experts of `layers` that the home copies from fast.
 
-    `parts[i][p]` is where projection p of layer i stands, in the order of the layer's blobs; expert e is number `index(i, e)`
+    `parts[i][p]` is where projection p of layer i stands, in the order of the layer's blobs; expert e is number e
     there.
     """
 
@@ -35,15 +35,9 @@ class HostExperts(HostRoom):
         self.layers = tuple(layers)
         self.parts: list[list[PartRoom]] = []
 
-    def index(self, i: int, expert: int) -> int:
-        """Number of an expert in its layer's memory."""
-        del i
-        return expert
-
     def addresses(self, i: int, expert: int) -> list[int]:
         """Where each part of an expert of layer i stands in this process."""
-        number = self.index(i, expert)
-        return [part.base + number * part.stride_bytes for part in self.parts[i]]
+        return [part.base + expert * part.stride_bytes for part in self.parts[i]]
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from bel.formats.units import format_bytes
 from bel.runtime.bundle_model import check_headers, load_bundle
 from bel.runtime.context import ContextOptions
 from bel.runtime.engine import Engine, Model
-from bel.runtime.pool_graph import ARCHITECTURES, GraphLearner, LayerGraph, PromptTrial, scratch_bytes
+from bel.runtime.pool_graph import ARCHITECTURES, ChoiceObserver, GraphLearner, LayerGraph, choose_first, scratch_bytes
 from bel.runtime.pool_home import Home
 from bel.runtime.pool_hosts import HostExperts
 from bel.runtime.pool_options import PoolOptions, check_options, host_counts, slot_counts
@@ -156,7 +156,8 @@ def _learn(
             context.decode([0])
         graphs, taken = learner.finish(), 0
         if used_bytes is not None:
-            with model.context(trial, PromptTrial(home, graphs)) as context:
+            first = ChoiceObserver(graphs, lambda _, ids: choose_first(home, ids))
+            with model.context(trial, first) as context:
                 context.decode([0] * context.n_prompt)
                 taken = used_bytes() - scratch_bytes(layers)
         return graphs, taken

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from functools import cache
 from typing import Any
@@ -11,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from bel.formats.errors import MachineError
-from bel.formats.signals import signals_deferred
 from bel.runtime import pool_rows as at
 from bel.runtime.cache_rows import Ints
 from bel.runtime.guess_gate import make_gate
 from bel.runtime.pool_guess import GuessGraphs
 from bel.runtime.pool_home import Home
+from bel.runtime.pool_thread import CompiledThread
 
 _REST_SECONDS = 0.00002
 
@@ -32,7 +30,7 @@ class Looker:
         self.table: Ints = np.zeros(at.AHEAD_SIZE, np.int64)
         self._gate, self._guesses, self._room = make_gate(), np.zeros(at.MOST_GUESSES, np.int64), np.zeros(4, np.int64)
         self._events: list[int] = []
-        self._thread: threading.Thread | None = None
+        self._thread: CompiledThread | None = None
         self._fetched = np.zeros(at.MOST_GUESSES, np.int64)
         table = self.table
         table[at.FETCHED_EVENTS] = self._fetched.ctypes.data
@@ -58,9 +56,9 @@ class Looker:
         """Begin to answer requests of the callback with these tables."""
         if not self._graphs.any():
             return
-        self.table[at.AHEAD_FD] = os.eventfd(0, os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=_looker(), args=(root.ctypes.data,), name="bel-looks-ahead", daemon=True)
-        self._thread.start()
+        self._thread = CompiledThread("bel-looks-ahead", self.table, at.AHEAD_STOP)
+        self.table[at.AHEAD_FD] = self._thread.descriptor
+        self._thread.start(_looker(), root)
 
     def use(self, most: int) -> None:
         """From now on bring at most so many experts of a layer ahead; between decodes.  Nothing is under way behind it."""
@@ -76,7 +74,7 @@ class Looker:
         table = self.table
         while self._thread is not None and (table[at.STATE] % at.N_STATES in (at.REQUESTED, at.CLAIMED) or table[at.IS_BUSY]):
             if self.table[at.IS_ASLEEP]:  # it fell asleep just when the last request was made
-                os.eventfd_write(int(table[at.AHEAD_FD]), 1)
+                self._thread.wake()
             time.sleep(_REST_SECONDS)
 
     def check(self) -> None:
@@ -89,11 +87,7 @@ class Looker:
         """End the thread.  A second call does nothing."""
         thread, self._thread = self._thread, None
         if thread is not None:
-            self.table[at.AHEAD_STOP] = 1
-            os.eventfd_write(int(self.table[at.AHEAD_FD]), 1)
-            with signals_deferred():  # what it computes with is freed next
-                thread.join()
-            os.close(int(self.table[at.AHEAD_FD]))
+            thread.close()
         events, self._events = self._events, []
         for event in events:
             self._abi.lib.ggml_backend_event_free(self._abi.pointer(event))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
-import threading
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -36,6 +34,7 @@ from bel.runtime.pool_names import name_table
 from bel.runtime.pool_parts import PoolParts
 from bel.runtime.pool_room import HostRoom
 from bel.runtime.pool_step import STATIC, UPLOAD
+from bel.runtime.pool_thread import CompiledThread
 from bel.runtime.slot_memory import SlotMemory
 
 _FUNCTIONS = {
@@ -70,11 +69,10 @@ class NativePool:
             )
         check_tensor_struct(library)
         self._kept: list[Any] = []
-        self._graphs, self._n, self._hosts = parts.graphs, len(parts.graphs), parts.hosts
+        self._graphs, self._n = parts.graphs, len(parts.graphs)
         self.root: Ints = np.zeros(at.ROOT_SIZE, np.int64)
         self._layers: Ints = np.zeros((self._n, at.LAYER), np.int64)
         self._request: Ints = np.zeros(at.REQUEST_SIZE, np.int64)
-        self._thread: threading.Thread | None = None
         self._home, self._n_ahead = home, n_ahead
         self._open = contextlib.ExitStack()
         with contextlib.ExitStack() as failing:
@@ -86,7 +84,7 @@ class NativePool:
         self._fill_functions(library, self._home.abi)
         self._fill_home(parts.memory, parts.counters)
         for i, (graph, layer) in enumerate(zip(parts.graphs, parts.layers, strict=True)):
-            self._fill_layer(i, graph, layer, parts.hosts)
+            self._fill_layer(i, graph, layer)
         self._fill_parts(parts.memory, parts.hosts)
         self._fill_names()
         scores = self._fill_room(parts.layers, n_rows)
@@ -147,13 +145,12 @@ class NativePool:
         root[at.LAYERS], root[at.N_LAYERS] = self._layers.ctypes.data, self._n
         root[at.REQUEST] = self._request.ctypes.data
 
-    def _fill_layer(self, i: int, graph: LayerGraph, layer: LayerSlots, hosts: HostExperts) -> None:
+    def _fill_layer(self, i: int, graph: LayerGraph, layer: LayerSlots) -> None:
         row, cache = self._layers[i], layer.cache
         row[at.N_EXPERT], row[at.TOP_K] = layer.n_expert, layer.top_k
         row[at.INTS], row[at.COLUMNS], row[at.REALS] = self._keep(cache.ints), cache.ints.shape[1], self._keep(cache.reals)
         row[at.TABLE], row[at.TABLE_COLUMNS] = self._keep(layer.table), layer.table.shape[1]
         row[at.ASK], row[at.ROW_ROOM] = self._keep(layer.ask), self._keep(layer.row)
-        row[at.HOST_INDEX] = self._keep(np.array([hosts.index(i, e) for e in range(layer.n_expert)], np.int64))
         row[at.ROW_BYTES] = 4 * graph.part("gate").ne[0]
 
     def _fill_parts(self, memory: SlotMemory, hosts: HostExperts) -> None:
@@ -224,22 +221,23 @@ class NativePool:
     def _fill_cpu(self, cpu: CpuExperts) -> None:
         root = self.root
         root[at.HAS_CPU], root[at.CPU_INPUT] = 1, self._keep(cpu.input)
-        root[at.CPU_BLOBS], root[at.CPU_EXPERTS] = self._keep(cpu.blobs), self._keep(cpu.experts)
+        root[at.CPU_EXPERTS] = self._keep(cpu.experts)
         root[at.CPU_BACKEND] = cpu.backend_address
         for i in range(self._n):
             self._layers[i, at.GRAPHS] = self._keep(np.array(cpu.graphs[i], np.int64))
             self._layers[i, at.CPU_ROWS] = self._keep(cpu.outputs[i])
 
     def _start(self) -> None:
-        self.root[at.EVENT_FD] = os.eventfd(0, os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=_worker(), args=(self.root.ctypes.data,), name="bel-cpu-experts", daemon=True)
-        self._thread.start()
+        thread = CompiledThread("bel-cpu-experts", self._request, at.STOP)
+        self._open.callback(thread.close)
+        self.root[at.EVENT_FD] = thread.descriptor
+        thread.start(_worker(), self.root)
 
     def use(self, layers: Sequence[LayerSlots], mode: int, share: float) -> None:
         """Go on with other slots, in another mode; between decodes.  Only a pool with the CPU's experts has all modes."""
         self._looker.use(0)
         for i, (graph, layer) in enumerate(zip(self._graphs, layers, strict=True)):
-            self._fill_layer(i, graph, layer, self._hosts)
+            self._fill_layer(i, graph, layer)
         self.root[at.MODE], self.root[at.HAS_CPU] = mode, mode != UPLOAD
         self.root[at.SHARE] = self._keep(np.array([share], np.float64))
         self._looker.use(self._most_ahead(mode))
@@ -266,13 +264,6 @@ class NativePool:
     def close(self) -> None:
         """End the threads, give back what they used.  A second call does nothing."""
         self._open.close()
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._request[at.STOP] = 1
-            os.eventfd_write(int(self.root[at.EVENT_FD]), 1)
-            with signals_deferred():  # what it computes with is freed next
-                thread.join()
-            os.close(int(self.root[at.EVENT_FD]))
 
 
 def n_even(parts: Ints) -> int:

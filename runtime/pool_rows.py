@@ -41,7 +41,6 @@ from __future__ import annotations
     HAS_CPU,
     REQUEST,
     CPU_INPUT,
-    CPU_BLOBS,
     CPU_EXPERTS,
     CPU_BACKEND,
     EVENT_FD,
@@ -71,8 +70,8 @@ from __future__ import annotations
     SET_2D_ASYNC,
     FIRST_WORDS,
     IN_USE,
-) = range(63)
-ROOT_SIZE = 63
+) = range(62)
+ROOT_SIZE = 62
 
 # Layer.
 (
@@ -89,7 +88,6 @@ ROOT_SIZE = 63
     SERVED,
     TOPK_NODE,
     INPUT_NODE,
-    HOST_INDEX,
     N_BIASES,
     GRAPHS,
     CPU_ROWS,
@@ -98,8 +96,8 @@ ROOT_SIZE = 63
     IDS_DATA,
     IS_PICKED,
     N_EVEN,
-) = range(22)
-LAYER = 22
+) = range(21)
+LAYER = 21
 
 # What is guessed ahead (`pool_ahead.py`): of one layer at a time.  STATE is a number of the request and what became of it.
 (

@@ -16,37 +16,12 @@ import numpy.typing as npt
 from bel.formats.errors import MachineError
 from bel.runtime.context import Context, ContextOptions, Observer
 from bel.runtime.engine import Model
-from bel.runtime.pool_graph import LayerGraph
+from bel.runtime.pool_graph import ChoiceObserver, LayerGraph
 from bel.runtime.slot_memory import SLOT, STAGE, SlotMemory
 from bel.runtime.tensor import Tensor
 
 N_TOKENS = 3
 _SIZES = ContextOptions(32, 32, 32, 1, n_outputs=1)
-
-
-class StageObserver:
-    """Puts the experts of each choice where stock's layout has them, and lets the choice be."""
-
-    def __init__(self, graphs: Sequence[LayerGraph], memory: SlotMemory) -> None:
-        self._memory = memory
-        self._topk = {graph.topk: i for i, graph in enumerate(graphs)}
-        self._router = {graph.router: i for i, graph in enumerate(graphs)}
-        self._nodes: dict[int, Tensor] = {}
-
-    def ask(self, tensor: Tensor) -> bool:
-        """Behind each choice."""
-        name = tensor.raw_name
-        if name in self._topk:
-            self._nodes[self._topk[name]] = tensor
-        return name in self._router
-
-    def seen(self, tensor: Tensor) -> None:
-        """Bring the experts."""
-        i = self._router[tensor.raw_name]
-        self._memory.point(i, STAGE)
-        for expert in np.unique(self._nodes[i].array(2)).tolist():
-            self._memory.stage(i, expert)
-        self._memory.wait()
 
 
 class EndingObserver(Observer, Protocol):
@@ -70,7 +45,15 @@ def self_test(model: Model, graphs: Sequence[LayerGraph], memory: SlotMemory, sl
 
     Raises MachineError where a logit differs, or is not a number.
     """
-    staged = StageObserver(graphs, memory)
+
+    def bring(i: int, ids: Tensor) -> None:
+        """Put the experts of a choice where stock's layout has them, and let the choice be."""
+        memory.point(i, STAGE)
+        for expert in np.unique(ids.array(2)).tolist():
+            memory.stage(i, expert)
+        memory.wait()
+
+    staged = ChoiceObserver(graphs, bring)
     expected = _logits(model, lambda model, sizes: model.context(sizes, staged))
     for i in range(len(graphs)):
         memory.point(i, SLOT)

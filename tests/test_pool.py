@@ -3,6 +3,7 @@ slots there are and however misses are met; it counts what the simulator counts;
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import os
 import subprocess
@@ -25,6 +26,7 @@ from bel.formats.trace import TraceWriter
 from bel.formats.trace_header import TraceHeader
 from bel.profiler.record_worker import Recorder
 from bel.profiler.router import RouterObserver
+from bel.runtime import pool_loading
 from bel.runtime import pool_rows as at
 from bel.runtime.context import ContextOptions
 from bel.runtime.engine import Engine
@@ -34,11 +36,11 @@ from bel.runtime.pool_counters import PoolCounts
 from bel.runtime.pool_experts import CpuExperts
 from bel.runtime.pool_graph import ARCHITECTURES, scratch_bytes
 from bel.runtime.pool_home import cpu_home
-from bel.runtime.pool_hosts import HostExperts
 from bel.runtime.pool_layers import LayerSlots
 from bel.runtime.pool_model import open_pool
 from bel.runtime.pool_native import NativePool
 from bel.runtime.pool_options import PoolOptions, expert_bytes
+from bel.runtime.pool_stacks import StackedExperts
 from bel.runtime.slot_memory import SlotMemory
 from exactness import repack
 from pooled import SIZES, Pooled, largest_difference, pool_options, pooled, run_tokens, stock
@@ -161,12 +163,15 @@ def test_architectures(arch: str, quant: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_native", [True, False])
 def test_bytes_of_another_expert_are_found(mode: str, is_native: bool, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One expert of one layer is read to its neighbour's place, and taken from there, whether it is uploaded or computed."""
-    index = HostExperts.index
+    read = pool_loading.read_experts
 
-    def wrong(self: HostExperts, i: int, expert: int) -> int:
-        return index(self, i, expert + ((i, expert) == (4, 9)))
+    def wrong(*arguments: Any, **options: Any) -> StackedExperts:
+        hosts = read(*arguments, **options)
+        for part, own, other in zip(hosts.parts[4], hosts.addresses(4, 9), hosts.addresses(4, 10), strict=True):
+            ctypes.memmove(own, other, part.stride_bytes)
+        return hosts
 
-    monkeypatch.setattr(HostExperts, "index", wrong)
+    monkeypatch.setattr(pool_loading, "read_experts", wrong)
     options = pool_options(tiny, mode, slots=TOP_K, is_native=is_native, checks=False)
     assert largest_difference(pooled(tiny, options, 1, 64).logits, stock(TINY, 1, 64)) > 0.0
 
@@ -397,7 +402,7 @@ def test_an_error_within_is_raised_behind_the_decode(mode: str, tiny: Path, monk
 @pytest.mark.parametrize("is_native", [True, False])
 def test_a_layer_that_was_not_served_is_an_error(is_native: bool, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its products read whatever stands in the slots of the experts' numbers."""
-    from bel.runtime import pool_loading, pool_model
+    from bel.runtime import pool_model
 
     learn = pool_loading._learn
 
