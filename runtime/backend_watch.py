@@ -2,6 +2,7 @@
 
 It keeps its backends to itself.  But it makes each by a function that the device holds (`ggml_backend_device` in
 ggml/src/ggml-backend-impl.h of llama.cpp build 11549): while a context is made that one is ours, and calls the device's own.
+Of the backend's functions (`ggml_backend` there) the one that waits for the stream can be taken away for a while.
 """
 
 from __future__ import annotations
@@ -58,6 +59,22 @@ class BackendWatch:
                 expected=1,
             )
         return self._made[0]
+
+    @property
+    def waiting(self) -> tuple[int, int]:
+        """Where the backend keeps the function that waits for all of its stream, and that function; 0 for one without any.
+
+        Raises MachineError where its struct is not the declared one.
+        """
+        abi = self._home.abi
+        pointer = abi.pointer(self.backend)
+        view = abi.ffi.cast("struct backend *", pointer)
+        found = {
+            "backend.get_name": abi.ffi.cast("name_function", view.get_name)(pointer) == abi.lib.ggml_backend_name(pointer),
+            "backend.device": view.device == abi.lib.ggml_backend_get_device(pointer) == self._home.device,
+        }
+        compare(abi.path, found, dict.fromkeys(found, True))
+        return abi.number(abi.ffi.addressof(view, "synchronize")), abi.number(view.synchronize)
 
     def __enter__(self) -> BackendWatch:
         self._view.init_backend = self._home.abi.ffi.cast("void *", self._noting)

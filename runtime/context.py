@@ -58,11 +58,13 @@ class ContextOptions:
 class NativeCallback:
     """A compiled `ggml_backend_sched_eval_callback` by its address, and what it is called with.
 
-    Whoever made it keeps both alive as long as the context, and raises behind a decode what went wrong within.
+    Whoever made it keeps both alive as long as the context, and raises behind a decode what went wrong within.  `leave` is
+    called behind every decode, also one that failed, before anything else is asked of llama.cpp.
     """
 
     address: int
     user_data: int
+    leave: Callable[[], None] = lambda: None
 
 
 class Context:
@@ -85,6 +87,7 @@ class Context:
         self._n_logits = 0
         self._error: BaseException | None = None
         self._after = after
+        self._leave = observer.leave if isinstance(observer, NativeCallback) else lambda: None
         # The library keeps the address of the callback only: without this reference it would be freed under it.
         self._callback = self._made_callback(observer)
         params = ffi.new("struct any_params *", lib.llama_context_default_params())
@@ -157,6 +160,7 @@ class Context:
         try:
             with signals_deferred():
                 status = library.lib.llama_decode(self._pointer, batch[0])
+                self._leave()
         except BaseException:  # of a handler: llama.cpp has the tokens already
             self.clear()
             raise

@@ -24,6 +24,8 @@ PREFETCH_SHARE = 0.75
 """The next layer is read ahead where a call is expected to use at least this share of its experts."""
 GUESSED_READS = 2
 """Experts of the next layer that one row's guess has read ahead at most: what arrives while a layer computes."""
+MOST_IN_VAIN = 1
+"""Reads ahead in vain for each that is used: the disk is what a token waits for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +257,7 @@ class ExpertCache:
         wanted: Sequence[int] = ()
         if used >= PREFETCH_SHARE:
             wanted = range(layer.n_expert)
-        elif rows == 1 and likely is not None and room and guess_gate.is_open(self._gate):
+        elif rows == 1 and likely is not None and room and guess_gate.is_open(self._gate, MOST_IN_VAIN):
             wanted, room = likely(place), min(room, GUESSED_READS)
             self._is_guess = True
         there = set(self.resident(place)) if wanted else set()

@@ -1,7 +1,7 @@
-"""Whether guessing pays: guesses go on while at least half of what they read is used, and are tried again after a pause.
+"""Whether guessing pays: guesses go on while enough of what they read is used, and are tried again after a pause.
 
-On text that the model was trained for two thirds are used; on random weights one in twenty, and the reads in vain cost more
-than those in time bring.
+On text that the model was trained for two thirds are used where half of the experts have slots, and half of them where three
+quarters have; on random weights one in twenty, and the reads in vain cost more than those in time bring.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ def make_gate() -> Ints:
 
 
 @compiled_if_possible
-def is_open(gate: Ints) -> bool:
-    """Asked once for each call of a single row: whether a guess is to be made.  At least half of what comes must be used."""
+def is_open(gate: Ints, most_in_vain: int) -> bool:
+    """Asked once for each call of a single row: whether a guess is to be made.  For each read that is used, at most so many
+    may be in vain."""
     gate[CALLS] += 1
     if gate[IS_CLOSED] == 0 and gate[CALLS] > TRIAL_CALLS:
-        wasted = gate[WASTED] > gate[USED]
+        wasted = gate[WASTED] > most_in_vain * gate[USED]
         gate[:] = 0
         gate[IS_CLOSED] = wasted
     elif gate[IS_CLOSED] != 0 and gate[CALLS] > PAUSE_CALLS:

@@ -66,7 +66,7 @@ def request(root: Any, i: int, layer: Any) -> None:
     ahead = words(root[at.AHEAD], at.AHEAD_SIZE)
     if ahead[at.MOST_AHEAD] == 0 or i + 1 >= root[at.N_LAYERS] or words(ahead[at.GUESS_GRAPHS], root[at.N_LAYERS])[i] == 0:
         return
-    if not guess_gate.is_open(words(ahead[at.GATE], 4)):
+    if not guess_gate.is_open(words(ahead[at.GATE], 4), at.MOST_IN_VAIN):
         return
     # The router saw it, so it is there: the guess need not wait for the graph's stream.
     tensor = words(ahead[at.INPUT_TENSORS], root[at.N_LAYERS])[i]
@@ -86,8 +86,10 @@ def bring(root: Any, ahead: Any, i: int) -> None:
     slots = table(layer[at.TABLE], TABLE_ROWS, layer[at.TABLE_COLUMNS])
     scores = carray(pointer(ahead[at.SCORES]), (layer[at.N_EXPERT],), np.float32)
     guesses = words(ahead[at.GUESSES], at.MOST_GUESSES)
-    if root[at.COPIED_EVENT] != 0:  # from the stage the layer before may still be copied to its slots
-        call(root[at.EVENT_WAIT], ahead[at.FETCH_BACKEND], root[at.COPIED_EVENT], 0, 0, 0)
+    # From the stage the layer before may still be copied to its slots, and what it waits for comes first on the link.
+    for event in (root[at.KEPT_EVENT], root[at.COPIED_EVENT]):
+        if event != 0:
+            call(root[at.EVENT_WAIT], ahead[at.FETCH_BACKEND], event, 0, 0, 0)
     parts = table(root[at.PARTS] + 8 * i * at.N_PARTS * at.PART, at.N_PARTS, at.PART)
     events = words(ahead[at.FETCHED_EVENTS], at.MOST_GUESSES)
     backend = ahead[at.FETCH_BACKEND]

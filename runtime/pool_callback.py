@@ -14,6 +14,7 @@ from numba.np.numpy_support import carray
 from bel.runtime import pool_rows as at
 from bel.runtime.cache_rows import INT_ROWS, REAL_ROWS
 from bel.runtime.pool_ahead import request, settle
+from bel.runtime.pool_choice import hold, is_seen, let_go, name_slots, pick, read_ids, wait_for_choice
 from bel.runtime.pool_copies import begin_stage, leave_stage, let_wait, point, stage, upload
 from bel.runtime.pool_counters import (
     ABSENT as N_ABSENT,
@@ -26,7 +27,7 @@ from bel.runtime.pool_counters import (
     STAGE_CALLS,
     WAIT_NS,
 )
-from bel.runtime.pool_step import ABSENT, AHEAD, ASK_ROWS, RANK, ROW, TABLE_ROWS, plan_call, takes_nearly_all
+from bel.runtime.pool_step import ABSENT, AHEAD, ASK_ROWS, RANK, TABLE_ROWS, plan_call, takes_nearly_all
 from bel.runtime.pool_words import call, compiled, load, now, pointer, store, table, words
 
 _TYPE_I32 = 26
@@ -59,6 +60,7 @@ def find_name(root: Any, name: Any) -> int:
 @compiled
 def _fail(root: Any, error: int, i: int, value: int) -> int:
     root[at.ERROR], root[at.ERROR_LAYER], root[at.ERROR_VALUE] = error, i, value
+    call(root[at.SYNCHRONIZE], root[at.GRAPH_BACKEND], 0, 0, 0, 0)  # nobody may have waited for it
     return 0
 
 
@@ -88,49 +90,6 @@ def _request(root: Any, i: int, layer: Any, ask: Any, absent: int) -> None:
 
 
 @compiled
-def _point_ids(root: Any, node: int, address: int) -> None:
-    """Move the ids of a choice, and what they are a view of, to an address."""
-    source = words(node + root[at.AT_VIEW_SRC], 1)[0]
-    if source != 0:
-        words(source + root[at.AT_DATA], 1)[0] = address - words(node + root[at.AT_VIEW_OFFS], 1)[0]
-    words(node + root[at.AT_DATA], 1)[0] = address
-
-
-@compiled
-def _pick(root: Any, layer: Any, node: int) -> None:
-    """Before a layer chooses: the home writes a single row's choice to host memory itself, and nothing need be fetched."""
-    layer[at.TOPK_NODE], layer[at.IS_PICKED] = node, 0
-    if root[at.PICKED] == 0 or words(node + root[at.AT_NE], 4)[1] != 1:
-        return
-    data = words(node + root[at.AT_DATA], 1)[0]
-    if data != root[at.PICKED]:
-        layer[at.IDS_DATA] = data
-    _point_ids(root, node, root[at.PICKED])
-    layer[at.IS_PICKED] = 1
-
-
-@compiled
-def _read_ids(root: Any, layer: Any, node: int, size: int) -> int:
-    """The address of the ids of a layer's choice in host memory."""
-    if layer[at.IS_PICKED] == 0:
-        call(root[at.TENSOR_GET], node, root[at.IDS], 0, size, 0)
-        return int(root[at.IDS])
-    layer[at.IS_PICKED] = 0
-    _point_ids(root, node, layer[at.IDS_DATA])
-    return int(root[at.PICKED])
-
-
-@compiled
-def _name_slots(root: Any, i: int, node: int, top_k: int, ask: Any) -> None:
-    """Put the slots of a single row in the place of its ids, before the graph goes on."""
-    address = root[at.NAMED] + i * at.NAMED_BYTES
-    named = carray(pointer(address), (top_k,), np.int32)
-    for rank in range(top_k):
-        named[rank] = ask[ROW, rank]
-    call(root[at.SET_ASYNC], root[at.GRAPH_BACKEND], node, address, 0, 4 * top_k)
-
-
-@compiled
 def _serve(root: Any, i: int, layer: Any) -> int:
     """Behind the choice of a layer's experts: bring them, and put slots in the place of the ids.  Returns 0 for an error."""
     layer[at.SERVED] = 1
@@ -143,7 +102,7 @@ def _serve(root: Any, i: int, layer: Any) -> int:
     kind = carray(pointer(node + root[at.AT_TYPE]), (1,), np.int32)[0]
     if size > root[at.IDS_BYTES] or ne[0] != top_k or kind != _TYPE_I32 or nb[0] != 4:
         return _fail(root, at.TOO_MANY_IDS, i, rows)
-    ids = carray(pointer(_read_ids(root, layer, node, size)), (size // 4,), np.int32)
+    ids = carray(pointer(read_ids(root, i, layer, node, size)), (size // 4,), np.int32)
     short = carray(pointer(root[at.SHORT]), (rows, top_k), np.uint16)
     for row in range(rows):
         for rank in range(top_k):
@@ -179,9 +138,9 @@ def _serve(root: Any, i: int, layer: Any) -> int:
         counts[STAGE_CALLS] += 1
         stage(root, i, layer, parts, ask, distinct, loads, begun, counts)
     else:
-        upload(root, i, layer, parts, ask, loads, counts)
-        _name_slots(root, i, node, top_k, ask)
-        if loads > 0:
+        begun_copies = upload(root, i, layer, parts, ask, loads, counts)
+        name_slots(root, i, node, top_k, ask)
+        if begun_copies > 0:
             let_wait(root)
         request(root, i, layer)
         if brought > 0:
@@ -216,7 +175,10 @@ def _stops_behind(root: Any, i: int, layer: Any, rows: int) -> int:
     That of the last layer is not: of a prompt it computes the last token alone, and the others' experts would come in vain.
     """
     if rows == 1:
-        return 1 if root[at.HAS_CPU] != 0 else 0
+        if root[at.HAS_CPU] == 0:
+            return 0
+        hold(root)  # rows are written behind the products, in the graph's stream
+        return 1
     return 1 if i + 2 < root[at.N_LAYERS] and takes_nearly_all(rows, layer[at.TOP_K], layer[at.N_EXPERT]) else 0
 
 
@@ -233,6 +195,7 @@ def _leave(root: Any, i: int, layer: Any, output: int) -> int:
 def handle(node: int, is_ask: int, user_data: int) -> int:
     """A `ggml_backend_sched_eval_callback` in numbers."""
     root = words(user_data, at.ROOT_SIZE)
+    let_go(root)
     if root[at.ERROR] != at.NO_ERROR:
         return is_ask  # stop at this node and leave the graph
     name = carray(pointer(node + root[at.AT_NAME]), (at.NAME_CAPACITY,), np.uint8)
@@ -250,12 +213,18 @@ def handle(node: int, is_ask: int, user_data: int) -> int:
     layer = words(root[at.LAYERS] + 8 * i * at.LAYER, at.LAYER)
     if is_ask:
         if what == at.TOPK_NAME:
-            _pick(root, layer, node)
+            pick(root, i, layer, node)
         elif what == at.INPUT_NAME:
             layer[at.INPUT_NODE] = node
         elif what == at.ROUTER_NAME:
+            if is_seen(layer):
+                hold(root)
             return 1
         else:
             return _stops_behind(root, i, layer, words(node + root[at.AT_NE], 4)[2])
         return 0
-    return _serve(root, i, layer) if what == at.ROUTER_NAME else _leave(root, i, layer, node)
+    if what != at.ROUTER_NAME:
+        return _leave(root, i, layer, node)
+    if is_seen(layer):
+        wait_for_choice(root, i, layer)
+    return _serve(root, i, layer)

@@ -120,35 +120,47 @@ def point(root: Any, i: int, layer: Any, parts: Any, is_staged: bool) -> None:
 
 
 @compiled
-def _keep(root: Any, i: int, layer: Any, parts: Any, expert: int, slot: int, counts: Any) -> None:
-    """Copy an expert from the stage into a slot."""
+def _keep(root: Any, backend: int, i: int, layer: Any, parts: Any, expert: int, slot: int, counts: Any) -> None:
+    """Copy an expert from the stage into a slot, its biases from host memory."""
     for p in range(at.N_PARTS):
         size = parts[p, at.STRIDE]
         source = parts[p, at.STAGE_AT] + expert * size
-        _move(root, root[at.COPY_BACKEND], source, parts[p, at.SLOTS_AT] + slot * size, size)
+        _move(root, backend, source, parts[p, at.SLOTS_AT] + slot * size, size)
         counts[MOVED_BYTES] += size
     put_biases(root, i, layer, expert, slot)
 
 
 @compiled
-def upload(root: Any, i: int, layer: Any, parts: Any, ask: Any, loads: int, counts: Any) -> None:
-    """Begin to bring the experts of a call of one row into their slots, those that were brought ahead from the stage."""
+def upload(root: Any, i: int, layer: Any, parts: Any, ask: Any, loads: int, counts: Any) -> int:
+    """Begin to bring the experts of a call of one row into their slots, those that were brought ahead from the stage.
+
+    The latter are copied in the graph's own stream, which need not wait for another one then.  Returns how many copies were
+    begun for which it has to.
+    """
     slots = table(layer[at.TABLE], TABLE_ROWS, layer[at.TABLE_COLUMNS])
-    last = 0
+    last, begun = 0, 0
     for n in range(loads):
         expert, slot = ask[LOAD, n], ask[TO, n]
         if slots[AHEAD, expert] != 0:
             last = max(last, slots[AHEAD, expert])
-            counts[IN_TIME] += 1
             continue
         counts[UPLOADED_BYTES] += put_experts(root, next_stream(root), layer, parts, expert, 1, at.SLOTS_AT, slot)
         put_biases(root, i, layer, expert, slot)
+        begun += 1
     if last == 0:
-        return
-    let_follow_fetch(root, root[at.COPY_BACKEND], last - 1)  # they came one behind the other
+        return begun
+    backend = root[at.GRAPH_BACKEND]
+    let_follow_fetch(root, backend, last - 1)  # they came one behind the other
     for n in range(loads):
         if slots[AHEAD, ask[LOAD, n]] != 0:
-            _keep(root, i, layer, parts, ask[LOAD, n], ask[TO, n], counts)
+            counts[IN_TIME] += 1
+            _keep(root, backend, i, layer, parts, ask[LOAD, n], ask[TO, n], counts)
+            begun += layer[at.N_BIASES]
+    if root[at.KEPT_EVENT] != 0:
+        call(root[at.EVENT_RECORD], root[at.KEPT_EVENT], backend, 0, 0, 0)
+    else:
+        call(root[at.SYNCHRONIZE], backend, 0, 0, 0, 0)
+    return begun
 
 
 @compiled
@@ -210,5 +222,5 @@ def stage(root: Any, i: int, layer: Any, parts: Any, ask: Any, distinct: int, lo
             counts[MOVED_BYTES] += size
     gather(root)
     for n in range(loads):
-        _keep(root, i, layer, parts, ask[LOAD, n], ask[TO, n], counts)
+        _keep(root, root[at.COPY_BACKEND], i, layer, parts, ask[LOAD, n], ask[TO, n], counts)
     let_wait(root)

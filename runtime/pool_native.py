@@ -73,7 +73,7 @@ class NativePool:
         self.root: Ints = np.zeros(at.ROOT_SIZE, np.int64)
         self._layers: Ints = np.zeros((self._n, at.LAYER), np.int64)
         self._request: Ints = np.zeros(at.REQUEST_SIZE, np.int64)
-        self._home, self._n_ahead = home, n_ahead
+        self._home, self._n_ahead, self._missing = home, n_ahead, 0
         self._open = contextlib.ExitStack()
         with contextlib.ExitStack() as failing:
             failing.callback(self.close)
@@ -93,7 +93,7 @@ class NativePool:
         self._fill_ahead(library, scores)
         self.root[at.MODE], self.root[at.SPIN_NS] = parts.mode, 1000 * spin_us
         self.root[at.SHARE] = self._keep(np.array([parts.share], np.float64))
-        self.callback = NativeCallback(_callback().address, self.root.ctypes.data)
+        self.callback = NativeCallback(_callback().address, self.root.ctypes.data, self._leave)
         if parts.cpu is not None:
             self._fill_cpu(parts.cpu)
             self._start()
@@ -108,11 +108,13 @@ class NativePool:
             context = model.context(sizes, self.callback, self._end)
         with context:
             self.root[at.GRAPH_BACKEND] = watch.backend
+            self.root[at.WAIT_AT], self.root[at.WAIT_FUNCTION] = watch.waiting
             try:
                 yield context
             finally:
                 with signals_deferred():  # else an interrupt here would free the context under the helper
-                    self._looker.rest()
+                    self._leave()
+                    self.root[at.WAIT_AT] = 0
 
     def _keep(self, array: npt.NDArray[Any]) -> int:
         """The address of an array, which lives as long as this."""
@@ -190,21 +192,23 @@ class NativePool:
         if 4 * top_k > at.NAMED_BYTES:
             raise MachineError("the slot pool has no room for so many experts of a token", found=top_k)
         row = align_up(4 * most, at.NAMED_BYTES)
-        room = HostRoom(self._home, 2 * row + self._n * at.NAMED_BYTES)
+        room = HostRoom(self._home, row + self._n * (row + at.NAMED_BYTES))
         self._open.callback(room.close)
-        self.root[at.PICKED], self.root[at.NAMED] = room.address if room.is_reached else 0, room.address + 2 * row
+        guessed = room.address + self._n * row
+        self.root[at.PICKED], self.root[at.PICKED_BYTES] = room.address if room.is_reached else 0, row
+        self.root[at.NAMED] = guessed + row
         self.root[at.IDS], self.root[at.IDS_BYTES] = self._keep(np.zeros(n_rows * most, np.int32)), 4 * n_rows * most
         self.root[at.SHORT] = self._keep(np.zeros(n_rows * top_k, np.uint16))
         self.root[at.CLOCK_ROOM] = self._keep(np.zeros(4, np.int64))
         self.root[at.EVENT_ROOM] = self._keep(np.zeros(2, np.int64))
-        return room.address + row if room.is_reached else 0
+        return guessed if room.is_reached else 0
 
     def _most_ahead(self, mode: int) -> int:
         """In slots that never change nothing brought ahead has a place."""
         return 0 if mode == STATIC else self._n_ahead
 
     def _fill_events(self) -> None:
-        for place in (at.COPIED_EVENT, at.OTHER_EVENT):
+        for place in (at.COPIED_EVENT, at.OTHER_EVENT, at.KEPT_EVENT):
             event = self.root[place] = new_event(self._home)
             if event:
                 self._open.callback(self._home.abi.lib.ggml_backend_event_free, self._home.abi.pointer(int(event)))
@@ -242,14 +246,22 @@ class NativePool:
         self.root[at.SHARE] = self._keep(np.array([share], np.float64))
         self._looker.use(self._most_ahead(mode))
 
-    def _end(self) -> None:
-        """A decode has ended.  Raises MachineError for what went wrong within, and where a layer was computed unasked."""
+    def _leave(self) -> None:
+        """A decode has ended, well or not: llama.cpp waits for its stream again, and nothing of the graph is read any more."""
         root = self.root
-        error, i, value = (int(root[x]) for x in (at.ERROR, at.ERROR_LAYER, at.ERROR_VALUE))
-        missing = int((self._layers[:, at.SERVED] == 0).sum())
-        self._layers[:, at.SERVED] = 0
-        root[at.ERROR] = at.NO_ERROR
+        if root[at.IS_HELD]:
+            ctypes.c_int64.from_address(int(root[at.WAIT_AT])).value = int(root[at.WAIT_FUNCTION])
+            root[at.IS_HELD] = 0
         self._looker.rest()
+        self._missing = int((self._layers[:, at.SERVED] == 0).sum())
+        self._layers[:, at.SERVED] = 0
+
+    def _end(self) -> None:
+        """A decode has ended well for llama.cpp.  Raises MachineError for what went wrong within, and where a layer was
+        computed unasked."""
+        root, missing = self.root, self._missing
+        error, i, value = (int(root[x]) for x in (at.ERROR, at.ERROR_LAYER, at.ERROR_VALUE))
+        root[at.ERROR] = at.NO_ERROR
         if error != at.NO_ERROR:
             what = {
                 at.WRONG_IDS: "llama.cpp chose an expert that does not exist",

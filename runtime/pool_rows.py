@@ -70,8 +70,13 @@ from __future__ import annotations
     SET_2D_ASYNC,
     FIRST_WORDS,
     IN_USE,
-) = range(62)
-ROOT_SIZE = 62
+    PICKED_BYTES,
+    WAIT_AT,
+    WAIT_FUNCTION,
+    IS_HELD,
+    KEPT_EVENT,
+) = range(67)
+ROOT_SIZE = 67
 
 # Layer.
 (
@@ -125,9 +130,14 @@ AHEAD_SIZE = 19
 IDLE, REQUESTED, CLAIMED, DONE_AHEAD = range(4)
 N_STATES = 4
 MOST_GUESSES = 16
+MOST_IN_VAIN = 3
+"""Experts brought ahead for each that is used: the link is idle meanwhile, so a miss less is worth more than that."""
 
 NAMED_BYTES = 512
 """Of each layer's room for the slots of a row: top-k of 128 at most."""
+MOST_SORTED = 1024
+"""Experts of a layer that are sorted within a block of threads; of more, ids pass through the result while it is made
+(ggml/src/ggml-cuda/argsort.cu of llama.cpp build 11549)."""
 
 # Part.
 WEIGHT, STRIDE, HOST_AT, HOST_STRIDE, SLOTS_AT, STAGE_AT = range(6)

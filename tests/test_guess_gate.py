@@ -8,11 +8,11 @@ from bel.runtime.cache_rows import Ints
 from bel.runtime.guess_gate import PAUSE_CALLS, TRIAL_CALLS, count, is_open, make_gate
 
 
-def play(gate: Ints, calls: int, used: int, wasted: int) -> int:
+def play(gate: Ints, calls: int, used: int, wasted: int, most_in_vain: int = 1) -> int:
     """How many of so many calls made a guess, each of which came out like this."""
     made = 0
     for _ in range(calls):
-        if is_open(gate):
+        if is_open(gate, most_in_vain):
             made += 1
             count(gate, used, wasted)
     return made
@@ -36,3 +36,8 @@ def test_work_that_changes_is_noticed_both_ways() -> None:
     assert play(gate, PAUSE_CALLS // 2, 2, 0) == 0
     assert play(gate, PAUSE_CALLS, 2, 0) > 0
     assert play(gate, PAUSE_CALLS, 2, 0) == PAUSE_CALLS
+
+
+def test_more_may_be_in_vain_where_that_costs_less() -> None:
+    assert play(make_gate(), PAUSE_CALLS, 1, 3, 3) == PAUSE_CALLS
+    assert play(make_gate(), PAUSE_CALLS, 1, 4, 3) == TRIAL_CALLS
