@@ -27,7 +27,7 @@ from bel.runtime.pool_counters import (
     STAGE_CALLS,
     WAIT_NS,
 )
-from bel.runtime.pool_step import ABSENT, AHEAD, ASK_ROWS, RANK, TABLE_ROWS, plan_call, takes_nearly_all
+from bel.runtime.pool_step import ABSENT, AHEAD, ASK_ROWS, RANK, TABLE_ROWS, plan_call, uses_nearly_all
 from bel.runtime.pool_words import call, compiled, load, now, pointer, store, table, words
 
 _TYPE_I32 = 26
@@ -124,7 +124,7 @@ def _serve(root: Any, i: int, layer: Any) -> int:
     counts[ACCESSES] += distinct
     counts[MISSED] += missed
     counts[N_ABSENT] += absent
-    layer[at.ABSENT_NOW] = absent
+    layer[at.ABSENT_NOW], layer[at.DISTINCT_NOW] = absent, distinct
     if absent > 0:  # first, so that the CPU works while the rest is done
         _request(root, i, layer, ask, absent)
     is_staged = rows > 1
@@ -179,7 +179,7 @@ def _stops_behind(root: Any, i: int, layer: Any, rows: int) -> int:
             return 0
         hold(root)  # rows are written behind the products, in the graph's stream
         return 1
-    return 1 if i + 2 < root[at.N_LAYERS] and takes_nearly_all(rows, layer[at.TOP_K], layer[at.N_EXPERT]) else 0
+    return 1 if i + 2 < root[at.N_LAYERS] and uses_nearly_all(layer[at.DISTINCT_NOW], layer[at.N_EXPERT]) else 0
 
 
 @compiled

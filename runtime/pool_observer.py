@@ -34,7 +34,7 @@ from bel.runtime.pool_step import (
     STOOD,
     TO,
     plan_call,
-    takes_nearly_all,
+    uses_nearly_all,
 )
 from bel.runtime.slot_memory import SLOT, STAGE
 from bel.runtime.tensor import Tensor
@@ -58,6 +58,7 @@ class PoolObserver:
         self._is_staged = [False] * len(parts.graphs)
         self._served: set[int] = set()
         self._begun = -1
+        self._distinct = 0
 
     def ask(self, tensor: Tensor) -> bool:
         """Whether to stop: behind the choice of experts, and behind their products where the CPU may have to add rows."""
@@ -75,7 +76,7 @@ class PoolObserver:
         layer = self._layers[i]
         if rows == 1:
             return self._cpu is not None
-        return i + 2 < len(self._layers) and takes_nearly_all(rows, layer.top_k, layer.n_expert)
+        return i + 2 < len(self._layers) and uses_nearly_all(self._distinct, layer.n_expert)
 
     def seen(self, tensor: Tensor) -> None:
         """Serve a choice, or add what the CPU computes."""
@@ -114,6 +115,7 @@ class PoolObserver:
         )
         is_staged = len(ids) > 1
         self._count(distinct, missed, absent, is_staged)
+        self._distinct = distinct
         self._point(i, is_staged)
         if is_staged:
             self._stage(i, distinct, loads)

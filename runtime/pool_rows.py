@@ -101,8 +101,9 @@ ROOT_SIZE = 67
     IDS_DATA,
     IS_PICKED,
     N_EVEN,
-) = range(21)
-LAYER = 21
+    DISTINCT_NOW,
+) = range(22)
+LAYER = 22
 
 # What is guessed ahead (`pool_ahead.py`): of one layer at a time.  STATE is a number of the request and what became of it.
 (

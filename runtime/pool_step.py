@@ -45,8 +45,9 @@ N_FREE, CALLS = range(2)
 DISTINCT, STOOD, LOAD, TO, RANK, ABSENT, ROW = range(7)
 ASK_ROWS = 7
 
-STAGE_PICKS = 4
-"""A call with so many times as many picks as there are experts takes nearly all: e^-4 of them, one in fifty, it does not."""
+STAGE_SHARE = 0.75
+"""Where a prompt uses so many of a layer's experts, all of the next one's are brought before its router has chosen.  Where it
+picks the same few for all tokens most of them would come in vain."""
 
 _ROUNDING = 1e-9  # of a share such as 0.3: 10 misses of it are 3
 
@@ -61,9 +62,9 @@ def slot_table(n_expert: int, n_slots: int) -> Ints:
 
 
 @compiled_if_possible
-def takes_nearly_all(rows: int, top_k: int, n_expert: int) -> bool:
-    """Whether the stage may be filled before a call of so many rows has chosen."""
-    return rows > 1 and rows * top_k >= STAGE_PICKS * n_expert
+def uses_nearly_all(distinct: int, n_expert: int) -> bool:
+    """Whether the next layer's stage is to be filled early, behind a call that used so many experts."""
+    return distinct >= STAGE_SHARE * n_expert
 
 
 @compiled_if_possible

@@ -239,6 +239,26 @@ def test_uploads_are_those_of_the_simulator(policy: str, slots: int, tiny: Path,
     assert prompt.moved_bytes > 0
 
 
+@pytest.mark.parametrize("is_native", [True, False])
+@pytest.mark.parametrize("is_varied", [True, False])
+def test_a_stage_is_filled_early_where_a_prompt_uses_nearly_all_experts(tiny: Path, is_native: bool, is_varied: bool) -> None:
+    """One token again and again picks few experts: then only those are brought, once they are known."""
+    engine, bundle = Engine.open(), open_bundle(tiny)
+    tokens = list(range(3, 83)) if is_varied else [3] * 80
+    with open_pool(engine, bundle, SIZES, pool_options(tiny, "upload", slots=8, is_native=is_native), cpu_home(engine)) as run:
+        run.context.decode(tokens, all_logits=True)
+        logits = run.context.logits.copy()
+        counts, missed_bytes = (
+            run.pool.counters.prompt,
+            run.pool.counters.prompt.missed * expert_bytes(bundle.manifest.layers[0]),
+        )
+    assert (counts.accesses > 0.75 * EXPERTS * LAYERS) == is_varied
+    assert counts.staged_bytes > missed_bytes if is_varied else counts.staged_bytes == missed_bytes
+    with engine.load(TINY) as model, model.context(SIZES) as context:
+        context.decode(tokens, all_logits=True)
+        assert largest_difference(logits, context.logits) == 0.0
+
+
 def test_the_home_holds_slots_and_one_stage(tiny: Path) -> None:
     """Of all experts' bytes the slots' share, and a layer's."""
     layers = open_bundle(tiny).manifest.layers
