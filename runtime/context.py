@@ -39,7 +39,8 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ContextOptions:
-    """Sizes of a context in tokens: positions, most tokens of a decode, most tokens of one graph; and the threads.
+    """Sizes of a context in tokens: positions, most tokens of a decode, most tokens of one graph; and the threads, for graphs of
+    one token others (`n_threads_single`) where the device computes nearly all of those.
 
     `n_outputs`: of how many tokens of a decode the logits may be asked for, None for all.  llama.cpp makes room for them
     beforehand: with 512 tokens a graph and a vocabulary of 150,000 that is 300 MB.  `moe_cache_bytes` of a device's memory are
@@ -52,6 +53,7 @@ class ContextOptions:
     n_threads: int | None = None
     n_outputs: int | None = None
     moe_cache_bytes: int = 0
+    n_threads_single: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,8 @@ class Context:
         params = ffi.new("struct any_params *", lib.llama_context_default_params())
         fields = ffi.cast(f"struct {library.context_params} *", params)
         fields.n_ctx, fields.n_batch, fields.n_ubatch = options.n_ctx, options.n_batch, options.n_ubatch
-        fields.n_threads = fields.n_threads_batch = options.n_threads or len(os.sched_getaffinity(0))
+        fields.n_threads_batch = options.n_threads or len(os.sched_getaffinity(0))
+        fields.n_threads = options.n_threads_single or fields.n_threads_batch
         fields.n_outputs_max = options.n_outputs or 0  # 0: as many as tokens
         fields.cb_eval = self._callback
         if isinstance(observer, NativeCallback):

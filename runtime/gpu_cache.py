@@ -142,5 +142,6 @@ def _too_large(cache: CacheSizes, size: int, promised: int, over: int) -> UsageE
 
 
 def cache_context(loaded: LoadedPool) -> ContextOptions:
-    """Sizes of its context: with all threads, for a batch that neither the cache nor the GPU takes."""
-    return dataclasses.replace(loaded.sizes, n_threads=loaded.options.n_threads)
+    """Sizes of its context: with all threads, for a batch that neither the cache nor the GPU takes.  Of a single token the CPU
+    looks up the embedding alone, and waking threads for that would take longer."""
+    return dataclasses.replace(loaded.sizes, n_threads=loaded.options.n_threads, n_threads_single=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -459,3 +460,15 @@ def _example_model() -> Model:
 def test_names_of_one_library_are_one_engine() -> None:
     """A second engine on the same library would take the log from the first, and with it the causes of failures."""
     assert Engine.open("xllamacpp") is Engine.open("auto") is Engine.open()
+
+
+def test_single_tokens_may_have_threads_of_their_own(engine: Engine, model: Model) -> None:
+    """llama.cpp says itself with how many it computes."""
+    ask = ctypes.CDLL(str(engine.library.path))
+    for options, expected in (
+        (ContextOptions(64, 64, 64, 3), (3, 3)),
+        (ContextOptions(64, 64, 64, 3, n_threads_single=1), (1, 3)),
+    ):
+        with model.context(options) as context:
+            pointer = ctypes.c_void_p(int(engine.library.ffi.cast("uintptr_t", context._pointer)))
+            assert (ask.llama_n_threads(pointer), ask.llama_n_threads_batch(pointer)) == expected

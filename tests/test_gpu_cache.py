@@ -26,7 +26,15 @@ from bel.runtime.context import Context, ContextOptions
 from bel.runtime.devices import Device, devices
 from bel.runtime.engine import Engine
 from bel.runtime.generate import Speed
-from bel.runtime.gpu_cache import Promise, check_own_cache, fitting_cache, open_own_cache, own_cache_bytes, own_cache_sizes
+from bel.runtime.gpu_cache import (
+    Promise,
+    cache_context,
+    check_own_cache,
+    fitting_cache,
+    open_own_cache,
+    own_cache_bytes,
+    own_cache_sizes,
+)
 from bel.runtime.gpu_choice import TIMED_TOKENS, WARM_TOKENS, Way, choose, trial_tokens
 from bel.runtime.gpu_report import gpu_lines, own_cache_json
 from bel.runtime.gpu_run import GpuRun
@@ -217,6 +225,12 @@ def loaded(tiny: Path) -> Iterator[LoadedPool]:
 def test_a_cache_has_as_many_experts_as_the_pool(loaded: LoadedPool) -> None:
     assert own_cache_sizes(loaded).slots(own_cache_bytes(loaded)) == (8 * LAYERS,)
     assert own_cache_sizes(loaded).slots(own_cache_bytes(loaded) - 64) == (8 * LAYERS - 1,)
+
+
+def test_a_token_wakes_no_threads_and_a_batch_all(loaded: LoadedPool) -> None:
+    many = dataclasses.replace(loaded, options=dataclasses.replace(loaded.options, n_threads=7))
+    sizes = cache_context(many)
+    assert (sizes.n_threads_single, sizes.n_threads) == (1, 7)
 
 
 def test_a_budget_is_kept_by_a_smaller_cache(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from bel.formats.bundle import open_bundle
 from bel.formats.errors import MachineError
 from bel.runtime.devices import free_device_bytes
-from bel.runtime.gpu_cache import Promise, check_own_cache, open_own_cache, own_cache_sizes
+from bel.runtime.gpu_cache import Promise, cache_context, check_own_cache, open_own_cache, own_cache_sizes
 from bel.runtime.gpu_run import GpuRun
 from bel.runtime.policies import parse_policy
 from bel.runtime.pool_counters import PROMPT
@@ -87,13 +87,14 @@ def own_cache() -> Group:
         from bench_gpu import SHARES, Case
 
         home = device_home(bench.engine, bench.device.address)
-        with load_pool(bench.engine, open_bundle(bench.bundle), bench.sizes(), PoolOptions(), home) as loaded:
+        options = PoolOptions(n_threads=bench.n_threads)
+        with load_pool(bench.engine, open_bundle(bench.bundle), bench.sizes(1), options, home) as loaded:
             check_own_cache(loaded)
             sizes = own_cache_sizes(loaded)
             cases = []
             for share in SHARES:
                 size = sizes.size_for_share(share)
-                facts = {"cache_bytes": size, "slots": sum(sizes.slots(size)), "threads": loaded.sizes.n_threads}
+                facts = {"cache_bytes": size, "slots": sum(sizes.slots(size)), "threads": options.n_threads}
                 cases.append(Case("cache of a bundle", share, functools.partial(_cache_case, bench, loaded, size), facts))
             yield cases
 
@@ -105,7 +106,7 @@ def own_cache() -> Group:
 def _cache_case(bench: Bench, loaded: LoadedPool, cache_bytes: int) -> Iterator[Ready]:
     from bench_gpu import Ready
 
-    with open_own_cache(loaded, bench.device, loaded.sizes, cache_bytes) as run:
+    with open_own_cache(loaded, bench.device, cache_context(loaded), cache_bytes) as run:
         expected = sum(own_cache_sizes(loaded).slots(cache_bytes))
         if run.slots != expected:
             raise MachineError(
