@@ -39,8 +39,8 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ContextOptions:
-    """Sizes of a context in tokens: positions, most tokens of a decode, most tokens of one graph; and the threads, for graphs of
-    one token others (`n_threads_single`) where the device computes nearly all of those.
+    """Sizes of a context in tokens: positions, most tokens of a decode, most tokens of one graph; and the threads, of which
+    graphs of one token may have fewer (`n_threads_single`).
 
     `n_outputs`: of how many tokens of a decode the logits may be asked for, None for all.  llama.cpp makes room for them
     beforehand: with 512 tokens a graph and a vocabulary of 150,000 that is 300 MB.  `moe_cache_bytes` of a device's memory are
