@@ -60,7 +60,7 @@ class Streams:
 
     `patch` has the graph's stops go by here.
 
-    `errors`: what must not be, in words.
+    `before` is called before the graph goes on.  `errors`: what must not be, in words.
     """
 
     def __init__(self, engine: Engine, seed: int, haste: float, spite: float) -> None:
@@ -69,6 +69,7 @@ class Streams:
         self._streams: dict[int, Stream] = {}
         self._events: dict[int, tuple[Stream, int] | None] = {}
         self.has_events = True
+        self.before: Callable[[], None] = lambda: None
         self.errors: list[str] = []
         home = cpu_home(engine)
         self._real: PoolAbi = home.abi
@@ -126,6 +127,7 @@ class Streams:
         """The graph goes on behind a stop: first let the helper come up to here."""
         if self._random.random() < _PAUSES:
             time.sleep(_PAUSE_SECONDS)
+        self.before()
         with self._lock:
             draw = self._random.random() / max(self.spite, 1e-9)
             others = [x for x in self._streams.values() if not x.is_context]

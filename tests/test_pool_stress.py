@@ -209,8 +209,11 @@ def test_a_stage_that_was_begun_in_vain(n_next: int, slots: int, haste: float, s
         open_pool(Engine.open(), open_bundle(tiny), SIZES, pool_options(tiny, "upload", slots=slots), streams.home) as run,
     ):
         course = Course(run, made.natives[-1], reference, np.random.default_rng(n_next))
+        streams.before = made.natives[-1]._looker.rest  # every guess is in time
         for _ in range(24):
+            streams.spite = 0.0  # else nothing is left of it
             course.fail(2, 65)
+            streams.spite = spite
             course.decode(n_next)
             for _ in range(4):
                 course.decode(1)
@@ -267,6 +270,26 @@ def test_what_is_still_brought_when_a_prompt_comes(mode: str, tiny: Path, made: 
         course.clear()
         streams.spite = 1.0
         course.decode(65, all_logits=True)
+
+
+@pytest.mark.parametrize("has_events", [True, False])
+def test_what_is_kept_is_copied_before_the_stage_is_written_anew(has_events: bool, tiny: Path, made: Made) -> None:
+    """The graph's own stream copies experts that came ahead to their slots; meanwhile the next layer's are brought there."""
+    streams = made.streams(0, 0.0, 1.0)
+    streams.has_events = has_events
+    options = pool_options(tiny, "upload", slots=8, n_ahead=EXPERTS)
+    with (
+        Engine.open().load(TINY) as model,
+        model.context(SIZES) as reference,
+        open_pool(Engine.open(), open_bundle(tiny), SIZES, options, streams.home) as run,
+    ):
+        streams.before = made.natives[-1]._looker.rest  # every guess is in time
+        course = Course(run, made.natives[-1], reference, np.random.default_rng(0))
+        for _ in range(40):
+            course.decode(1)
+        assert run.pool.counters.prompt.in_time > 0
+        streams.before = lambda: None
+    assert not streams.errors
 
 
 def test_a_request_that_nobody_was_woken_for(tiny: Path, made: Made) -> None:
