@@ -172,8 +172,8 @@ class GraphLearner:
         else:
             source = self._struct(values).view_src
             origin = values if source == self._ffi.NULL else Tensor(self._ffi, None, source)
-            router = self._gathered[graph.layer].identity
-            if self._order.get(origin.identity, len(self._order)) > self._order[router]:
+            ids = tensor.src(2)  # seen before what lies between them and the stop is computed
+            if ids is None or self._order.get(origin.identity, len(self._order)) > self._order[ids.identity]:
                 raise MachineError(f"the input of {tensor.name} is not known when its experts are chosen")
             graph.input = origin.raw_name
             if self._ranked.get(graph.layer) != origin.identity:

@@ -168,6 +168,7 @@ def open_slots(loaded: LoadedPool, pool: PoolOptions, known: MissCosts | None = 
             changed = dataclasses.replace(pool, mode=name, policy=policy)
             check_options(changed)
             fresh = _slots(graphs, counts, policy)
+            native.wait()  # nobody need have asked for the last logits
             size = _preload(memory, layers, fresh, changed)
             native.use(fresh, MODES[name], share)
             return dataclasses.replace(made, slots=fresh, preloaded_bytes=size, mode=name, policy=policy.name)

@@ -73,7 +73,8 @@ class NativePool:
         self.root: Ints = np.zeros(at.ROOT_SIZE, np.int64)
         self._layers: Ints = np.zeros((self._n, at.LAYER), np.int64)
         self._request: Ints = np.zeros(at.REQUEST_SIZE, np.int64)
-        self._home, self._n_ahead, self._missing = home, n_ahead, 0
+        self._home, self._n_ahead = home, n_ahead
+        self._missing, self._error = 0, (at.NO_ERROR, 0, 0)
         self._open = contextlib.ExitStack()
         with contextlib.ExitStack() as failing:
             failing.callback(self.close)
@@ -237,6 +238,10 @@ class NativePool:
         self.root[at.EVENT_FD] = thread.descriptor
         thread.start(_worker(), self.root)
 
+    def wait(self) -> None:
+        """Nothing that was computed reads the slots any more; while there is a context."""
+        self._home.abi.lib.ggml_backend_synchronize(self._home.abi.pointer(int(self.root[at.GRAPH_BACKEND])))
+
     def use(self, layers: Sequence[LayerSlots], mode: int, share: float) -> None:
         """Go on with other slots, in another mode; between decodes.  Only a pool with the CPU's experts has all modes."""
         self._looker.use(0)
@@ -255,13 +260,13 @@ class NativePool:
         self._looker.rest()
         self._missing = int((self._layers[:, at.SERVED] == 0).sum())
         self._layers[:, at.SERVED] = 0
+        self._error = int(root[at.ERROR]), int(root[at.ERROR_LAYER]), int(root[at.ERROR_VALUE])
+        root[at.ERROR] = at.NO_ERROR
 
     def _end(self) -> None:
         """A decode has ended well for llama.cpp.  Raises MachineError for what went wrong within, and where a layer was
         computed unasked."""
-        root, missing = self.root, self._missing
-        error, i, value = (int(root[x]) for x in (at.ERROR, at.ERROR_LAYER, at.ERROR_VALUE))
-        root[at.ERROR] = at.NO_ERROR
+        error, i, value = self._error
         if error != at.NO_ERROR:
             what = {
                 at.WRONG_IDS: "llama.cpp chose an expert that does not exist",
@@ -270,8 +275,8 @@ class NativePool:
             }[error]
             raise MachineError(what, tensor=self._graphs[i].topk.decode("utf-8", "replace"), found=value)
         self._looker.check()
-        if missing:
-            raise MachineError(f"llama.cpp did not choose experts in {missing} layers; the output cannot be trusted")
+        if self._missing:
+            raise MachineError(f"llama.cpp did not choose experts in {self._missing} layers; the output cannot be trusted")
 
     def close(self) -> None:
         """End the threads, give back what they used.  A second call does nothing."""

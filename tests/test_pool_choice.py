@@ -19,6 +19,7 @@ from bel.runtime import pool_model, pool_native
 from bel.runtime import pool_rows as at
 from bel.runtime.backend_watch import BackendWatch
 from bel.runtime.engine import Engine
+from bel.runtime.policies import parse_policy
 from bel.runtime.pool_choice import is_seen, wait_for_choice
 from bel.runtime.pool_home import cpu_home
 from bel.runtime.pool_model import PoolRun, open_pool
@@ -326,3 +327,22 @@ def test_ids_that_do_not_come_end_in_waiting_for_the_stream() -> None:
     room.ids[1, :3] = 7
     room.wait()
     assert room.n_synchronized == 1
+
+
+@pytest.mark.parametrize("opened", ["upload"], indirect=True)
+def test_an_error_of_one_decode_is_not_the_next_ones(opened: PoolRun, waits: Waits) -> None:
+    """Where llama.cpp fails too nobody asks what went wrong within."""
+    native = waits.native
+    assert native is not None
+    native.root[at.ERROR] = at.WRONG_IDS
+    native.callback.leave()
+    opened.context.decode([1])
+
+
+@pytest.mark.parametrize("opened", ["split"], indirect=True)
+def test_slots_are_filled_anew_once_nothing_reads_them(opened: PoolRun, waits: Waits, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened.context.decode([1])
+    before, found = waits.count, []
+    monkeypatch.setattr(pool_model, "_preload", lambda *_: found.append(waits.count) or 0)
+    opened.use("upload", parse_policy("lru"))
+    assert found == [before + 1]
