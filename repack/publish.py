@@ -120,13 +120,16 @@ def _verify(bundle: Bundle, progress: Report, *, quick: bool) -> None:
 
 
 def _bound(bundle: Bundle, profile: Path | None, plan: Path | None) -> dict[str, tuple[bytes, Profile | Plan]]:
-    """The profile and plan that go along, by their names in the bundle.  Raises BadInputError for those of another model."""
+    """The profile and plan that go along, by their names in the bundle.  Raises BadInputError for those of another model, and
+    where there is no such file."""
     own = fingerprint(bundle)
     found: dict[str, tuple[bytes, Profile | Plan]] = {}
     for name, path, load in ((PROFILE_NAME, profile, load_profile), (PLAN_NAME, plan, load_plan)):
         source = path if path is not None else bundle.path(name)
-        if path is None and not source.exists():
-            continue
+        if not source.exists():
+            if path is None:
+                continue
+            raise BadInputError("no such file", path=str(path))
         read: Profile | Plan = load(source)
         if read.fingerprint != own:
             raise BadInputError(

@@ -11,7 +11,15 @@ from bel.runtime.slot_budget import MARGIN_BYTES
 
 
 def load_lines(running: Running) -> list[str]:
-    """What was loaded: two or three lines."""
+    """What was loaded: a few lines."""
+    trained, positions = running.model.n_ctx_train, running.n_positions
+    if not 0 < trained < positions:
+        return _loaded(running)
+    what = f"--context {positions} is more than the {trained} tokens that the model was trained for"
+    return [*_loaded(running), f"{what}: behind those it likely writes nonsense"]
+
+
+def _loaded(running: Running) -> list[str]:
     run = running.bundle
     if running.gpu is not None or running.stock_gpu is not None:
         from bel.runtime.gpu_report import gpu_lines, stock_gpu_lines  # with all that a GPU needs

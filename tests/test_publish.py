@@ -180,6 +180,7 @@ def test_a_bound_profile_and_plan_go_along(tmp_path: Path, bundle: Path, profile
     other = bundle_of(tmp_path / "other", seed=1)
     refused(dry(other, "--profile", profile), 3, "code.json.*another model.*fingerprint")
     refused(dry(other, "--plan", plan), 3, "plan.json.*another model.*fingerprint")
+    refused(dry(bundle, "--profile", tmp_path / "no.json"), 3, r"no\.json: no such file")
 
 
 def test_a_published_bundle_comes_back(desk: Desk, bundle: Path, profile: Path) -> None:

@@ -27,6 +27,7 @@ from bel.formats.plan_json import encode_plan
 from bel.repack.cli import main_group as repack
 from bel.runtime import cli, first_check, running
 from bel.runtime.cli import NAME, main_command
+from bel.runtime.engine import Engine
 from bel.runtime.run_options import RunOptions
 from faults import HANG_SECONDS
 
@@ -185,6 +186,16 @@ def test_the_trained_context_ends_the_text_where_none_was_asked_for(tmp_path: Pa
     answer = json.loads(done.stdout)
     assert answer["ended"] == "context_full"
     assert "all that the model was trained for" in done.stderr
+    assert "more than" not in done.stderr
+
+
+def test_a_context_beyond_the_trained_one_is_warned_about(run: Run, tmp_path: Path) -> None:
+    path = archs.make_model("qwen3moe", tmp_path / "m.gguf")
+    with Engine.open().load(path) as model:
+        trained = model.n_ctx_train
+    for context, is_beyond in ((trained, False), (trained + 256, True)):
+        done = run(path, "--stock", "-p", "a", "-n", 1, "--context", context)
+        assert (f"more than the {trained} tokens that the model was trained for" in done.stderr) == is_beyond
 
 
 # --- JSON -----------------------------------------------------------------------------------------------------------
