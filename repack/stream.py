@@ -19,6 +19,7 @@ from bel.formats.atomic import named_errors
 from bel.formats.digest import zero_runs
 from bel.formats.errors import BelError, DamagedBundleError
 from bel.formats.holes import extents, hole_bytes, settle
+from bel.formats.signals import signals_held
 from bel.formats.units import MIB
 
 CHUNK_BYTES = MIB  # large enough that a thread switch is noise, small enough that a few stay in the processor's cache
@@ -83,19 +84,28 @@ class Stream:
         self.bytes_read = 0
 
     def __enter__(self) -> Stream:
-        for _ in range(CHUNKS):
-            self._free.put(mmap.mmap(-1, CHUNK_BYTES))
-        self._start(self._read_loop)
-        if self._hash is not None:
-            self._start(self._hash_loop)
+        try:
+            with signals_held():
+                for _ in range(CHUNKS):
+                    self._free.put(mmap.mmap(-1, CHUNK_BYTES))
+                self._start(self._read_loop)
+                if self._hash is not None:
+                    self._start(self._hash_loop)
+        except BaseException:  # a thread left behind would read from files that are closed, or from others in their place
+            self._end()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._stop = True
-        self._free.put(None)
-        self._to_hash.put(None)
-        for thread in self._threads:
-            thread.join()
+        self._end()
+
+    def _end(self) -> None:
+        with signals_held():
+            self._stop = True
+            self._free.put(None)
+            self._to_hash.put(None)
+            for thread in self._threads:
+                thread.join()
 
     def __iter__(self) -> Iterator[Chunk]:
         while True:
@@ -117,8 +127,8 @@ class Stream:
 
     def _start(self, loop: Callable[[], None]) -> None:
         thread = threading.Thread(target=loop, daemon=True)
-        self._threads.append(thread)
         thread.start()
+        self._threads.append(thread)
 
     def _release(self, chunk: Chunk) -> None:
         with self._lock:

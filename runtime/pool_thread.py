@@ -21,7 +21,8 @@ class CompiledThread:
     def start(self, target: Callable[[int], None], root: Ints) -> None:
         """Begin, once the tables are filled."""
         self._thread = threading.Thread(target=target, args=(root.ctypes.data,), name=self._name, daemon=True)
-        self._thread.start()
+        with signals_deferred():  # a thread that is not known to have started cannot be waited for
+            self._thread.start()
 
     def wake(self) -> None:
         """End its sleep."""

@@ -34,17 +34,22 @@ class ThreadsReader:
         self._start()
 
     def _start(self) -> None:
-        for started, thread in enumerate(self._threads):
-            try:
-                thread.start()
-            except RuntimeError as error:  # the system has no more threads for this process
-                self._stop(self._threads[:started])
-                raise MachineError(
-                    f"no more threads can be started: {error}",
-                    found=f"{started} threads",
-                    expected=f"{len(self._threads)} threads",
-                    hint="Raise the limit of processes (ulimit -u, or that of the container)",
-                ) from error
+        started = 0
+        try:
+            with signals_held():
+                for thread in self._threads:
+                    thread.start()
+                    started += 1
+        except BaseException as error:
+            self._stop(self._threads[:started])
+            if not isinstance(error, RuntimeError):
+                raise
+            raise MachineError(  # the system has none for this process
+                f"no more threads can be started: {error}",
+                found=f"{started} threads",
+                expected=f"{len(self._threads)} threads",
+                hint="Raise the limit of processes (ulimit -u, or that of the container)",
+            ) from error
 
     def submit(self, reads: Sequence[Read], tag: int) -> None:
         """See `Reader`."""
