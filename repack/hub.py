@@ -12,12 +12,12 @@ import glob
 import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bel.formats.errors import BadInputError, MachineError, UsageError, printable_line
+from bel.formats.signals import signals_deferred
 
 LISTEN_SECONDS = 0.2
 _SAID_CHARS = 1500
@@ -110,20 +110,21 @@ def _interruptible(call: Callable[[], object]) -> None:
     The client's pools wait for their workers before they let a KeyboardInterrupt through: for gigabytes, or for the end of
     a rate limit.  Those workers go on until the process ends.
     """
-    done: Future[None] = Future()
+    failed: list[BaseException] = []
 
     def run() -> None:
         try:
             call()
-        except BaseException as error:
-            done.set_exception(error)
-        else:
-            done.set_result(None)
+        except BaseException as error:  # raised again in the caller's thread
+            failed.append(error)
 
-    threading.Thread(target=run, daemon=True).start()
-    while not done.done():
-        wait([done], LISTEN_SECONDS)  # a signal that another thread took does not end a wait without a limit
-    done.result()
+    thread = threading.Thread(target=run, daemon=True)
+    with signals_deferred():  # which waits in a way that an exception of a handler breaks
+        thread.start()
+    while thread.is_alive():
+        thread.join(LISTEN_SECONDS)  # a signal that another thread took does not end a wait without a limit
+    if failed:
+        raise failed[0]
 
 
 def need_client() -> None:

@@ -28,7 +28,9 @@ class ThreadsReader:
         self._files = files
         self._batches = Batches(len(files.fds), piece_bytes, files.step_bytes)
         self._line: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
-        self._ended = threading.Condition()  # its lock also guards every batch
+        self._guard = threading.Lock()  # of every batch
+        # Not a Condition: an interrupt can strike its `wait` where it does not hold the lock that it then gives back.
+        self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()
         # daemons: a reader that nobody closed must not keep the process from ending
         self._threads = [threading.Thread(target=self._work, name=f"read-{i}", daemon=True) for i in range(n_threads)]
         self._start()
@@ -53,7 +55,7 @@ class ThreadsReader:
 
     def submit(self, reads: Sequence[Read], tag: int) -> None:
         """See `Reader`."""
-        with self._ended:
+        with self._guard:
             pieces = self._batches.add(reads, tag)
         for piece in pieces:
             self._line.put(piece)
@@ -61,9 +63,11 @@ class ThreadsReader:
     def wait(self, tag: int) -> None:
         """See `Reader`."""
         batch = self._batches.of(tag)
-        with self._ended:
-            while batch.left:
-                self._ended.wait()
+        while batch.left:
+            self._ended.get()
+        with contextlib.suppress(queue.Empty):
+            while True:  # what woke nobody: whoever waits next looks first
+                self._ended.get_nowait()
         self._batches.close(tag)
 
     def close(self) -> None:
@@ -84,10 +88,11 @@ class ThreadsReader:
     def _work(self) -> None:
         while (piece := self._line.get()) is not None:
             error = self._read(piece)
-            with self._ended:
+            with self._guard:
                 piece.batch.end(error)
-                if not piece.batch.left:
-                    self._ended.notify_all()
+                is_last = not piece.batch.left
+            if is_last:
+                self._ended.put(None)
 
     def _read(self, piece: Piece) -> Exception | None:
         """Read a piece to its end; what went wrong, which `wait` raises."""

@@ -329,6 +329,35 @@ def test_after_an_interrupt_close_leaves_no_read_in_flight(files: list[Path], ki
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupt_at_any_line_of_a_wait_is_raised_as_it_is(files: list[Path], kind: str) -> None:
+    """Those of the standard library included: some give back a lock that they do not hold at that moment."""
+    size = FILE_PAGES * PAGE_BYTES
+    memory = Memory(8 * size)
+    for number in range(1, 25):
+        lines = 0
+
+        def trace(_frame: FrameType, event: str, _argument: Any, number: int = number) -> Any:
+            nonlocal lines
+            lines += event == "line"
+            if event == "line" and lines == number:
+                raise Stopped
+            return trace
+
+        with reader_of(files, kind, piece_bytes=SMALL_PIECE) as reader:
+            reader.submit([Read(place % 2, 0, size, memory.address + place * size) for place in range(8)], 0)
+            before = sys.gettrace()
+            sys.settrace(trace)
+            try:
+                reader.wait(0)
+            except Stopped:
+                continue
+            finally:
+                sys.settrace(before)
+        break  # there are no more lines
+    assert number > 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_ctrl_c_during_close_is_raised_behind_it(files: list[Path], kind: str) -> None:
     memory = Memory(FILE_PAGES * PAGE_BYTES)
     before = open_descriptors()
