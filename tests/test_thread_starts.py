@@ -21,18 +21,20 @@ SIZE = 24 * MIB  # more than a stream has buffers for: its reader waits for one
 
 
 @pytest.fixture
-def interrupt_start(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Has the n-th start from now on interrupted while it waits for its thread; the start itself is complete."""
+def interrupt_start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Has the n-th start from now on interrupted while it waits for its thread, which runs by then, or before it runs."""
     start = threading.Thread.start
 
-    def arm(number: int) -> None:
+    def arm(number: int, *, before_it_runs: bool = False) -> None:
         count = 0
 
         def interrupted(thread: threading.Thread) -> None:
             nonlocal count
             count += 1
+            if count == number and before_it_runs:
+                signal.raise_signal(signal.SIGINT)
             start(thread)
-            if count == number:
+            if count == number and not before_it_runs:
                 signal.raise_signal(signal.SIGINT)
 
         monkeypatch.setattr(threading.Thread, "start", interrupted)
@@ -52,7 +54,7 @@ def path(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_of_a_stream(number: int, path: Path, interrupt_start: Callable[[int], None]) -> None:
+def test_of_a_stream(number: int, path: Path, interrupt_start: Callable[..., None]) -> None:
     with path.open("rb") as file:
         reads = [Read(path, file.fileno(), at, MIB) for at in range(0, SIZE, MIB)]
         interrupt_start(number)
@@ -62,7 +64,7 @@ def test_of_a_stream(number: int, path: Path, interrupt_start: Callable[[int], N
 
 
 @pytest.mark.parametrize("number", [1, 3, 4])
-def test_of_a_reader(number: int, path: Path, interrupt_start: Callable[[int], None]) -> None:
+def test_of_a_reader(number: int, path: Path, interrupt_start: Callable[..., None]) -> None:
     before = os.listdir("/proc/self/fd")
     interrupt_start(number)
     with pytest.raises(KeyboardInterrupt):
@@ -70,7 +72,8 @@ def test_of_a_reader(number: int, path: Path, interrupt_start: Callable[[int], N
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_of_a_thread_beside_the_callback(path: Path, interrupt_start: Callable[[int], None]) -> None:
+@pytest.mark.parametrize("before_it_runs", [True, False])
+def test_of_a_thread_beside_the_callback(before_it_runs: bool, path: Path, interrupt_start: Callable[..., None]) -> None:
     del path
     table: Ints = np.zeros(1, np.int64)
     thread = CompiledThread("bel-test", table, 0)
@@ -79,7 +82,7 @@ def test_of_a_thread_beside_the_callback(path: Path, interrupt_start: Callable[[
         while not table[0]:
             os.eventfd_read(thread.descriptor)
 
-    interrupt_start(1)
+    interrupt_start(1, before_it_runs=before_it_runs)
     with pytest.raises(KeyboardInterrupt):
         thread.start(run, table)
     thread.close()
