@@ -12,7 +12,7 @@ from bel.runtime.pool_words import call, call_8, compiled, table, words
 
 @compiled
 def next_stream(root: Any) -> int:
-    """Two streams take turns: one alone leaves a gap behind each copy."""
+    """Two streams take turns for the stage: copies within the home go on beside those from host memory."""
     root[at.TURN] = 1 - root[at.TURN]
     root[at.IN_USE] |= root[at.TURN]
     return int(root[at.COPY_BACKEND + root[at.TURN]])
@@ -21,7 +21,7 @@ def next_stream(root: Any) -> int:
 @compiled
 def put(root: Any, address: int, offset: int, size: int) -> None:
     """Begin to copy host memory to an offset of the home."""
-    call(root[at.SET_ASYNC], next_stream(root), root[at.HOME_TENSOR], address, offset, size)
+    call(root[at.SET_ASYNC], root[at.COPY_BACKEND], root[at.HOME_TENSOR], address, offset, size)
 
 
 @compiled
@@ -134,8 +134,9 @@ def _keep(root: Any, backend: int, i: int, layer: Any, parts: Any, expert: int, 
 def upload(root: Any, i: int, layer: Any, parts: Any, ask: Any, loads: int, counts: Any) -> int:
     """Begin to bring the experts of a call of one row into their slots, those that were brought ahead from the stage.
 
-    The latter are copied in the graph's own stream, which need not wait for another one then.  Returns how many copies were
-    begun for which it has to.
+    Those from host memory come one behind the other in one stream, and the graph waits for one event.  Those from the stage are
+    copied in the graph's own stream, which need not wait for another one then.  Returns how many copies were begun for which
+    it has to.
     """
     slots = table(layer[at.TABLE], TABLE_ROWS, layer[at.TABLE_COLUMNS])
     last, begun = 0, 0
@@ -144,7 +145,7 @@ def upload(root: Any, i: int, layer: Any, parts: Any, ask: Any, loads: int, coun
         if slots[AHEAD, expert] != 0:
             last = max(last, slots[AHEAD, expert])
             continue
-        counts[UPLOADED_BYTES] += put_experts(root, next_stream(root), layer, parts, expert, 1, at.SLOTS_AT, slot)
+        counts[UPLOADED_BYTES] += put_experts(root, root[at.COPY_BACKEND], layer, parts, expert, 1, at.SLOTS_AT, slot)
         put_biases(root, i, layer, expert, slot)
         begun += 1
     if last == 0:
