@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from gpu_cases import SHARES, Bench, Case, Group, Hits, Ready
 
 from bel.formats.bundle import open_bundle
 from bel.formats.errors import MachineError
@@ -21,9 +23,6 @@ from bel.runtime.pool_options import N_AHEAD, PoolOptions, expert_bytes
 from bel.runtime.run_options import AUTO
 from bel.runtime.stock_cache import CacheCounts
 
-if TYPE_CHECKING:
-    from bench_gpu import Bench, Case, Group, Hits, Ready
-
 MODES = (("static", "static"), ("upload", "lru"), ("upload", "lfu-decay:0.98"), ("split", "lfu-decay:0.98"))
 
 
@@ -33,8 +32,6 @@ def pool(mode: str, policy: str, share: float, profile: str, n_ahead: int = N_AH
 
     @contextlib.contextmanager
     def group(bench: Bench) -> Iterator[Sequence[Case]]:
-        from bench_gpu import Case
-
         bundle = open_bundle(bench.bundle)
         n_expert = max(layer.n_expert for layer in bundle.manifest.layers)
         options = PoolOptions(
@@ -58,8 +55,6 @@ def pool(mode: str, policy: str, share: float, profile: str, n_ahead: int = N_AH
 
 @contextlib.contextmanager
 def _ready(run: PoolRun) -> Iterator[Ready]:
-    from bench_gpu import Hits, Ready
-
     run.context.clear()
     counters = run.pool.counters
     counters.phase[0] = PROMPT
@@ -84,8 +79,6 @@ def own_cache() -> Group:
 
     @contextlib.contextmanager
     def group(bench: Bench) -> Iterator[Sequence[Case]]:
-        from bench_gpu import SHARES, Case
-
         home = device_home(bench.engine, bench.device.address)
         options = PoolOptions(n_threads=bench.n_threads)
         with load_pool(bench.engine, open_bundle(bench.bundle), bench.sizes(1), options, home) as loaded:
@@ -104,8 +97,6 @@ def own_cache() -> Group:
 
 @contextlib.contextmanager
 def _cache_case(bench: Bench, loaded: LoadedPool, cache_bytes: int) -> Iterator[Ready]:
-    from bench_gpu import Ready
-
     with open_own_cache(loaded, bench.device, cache_context(loaded), cache_bytes) as run:
         expected = sum(own_cache_sizes(loaded).slots(cache_bytes))
         if run.slots != expected:
@@ -118,8 +109,6 @@ def _cache_case(bench: Bench, loaded: LoadedPool, cache_bytes: int) -> Iterator[
 
 
 def _own_hits(counts: CacheCounts | None) -> Hits:
-    from bench_gpu import Hits
-
     if counts is None or not counts.hits + counts.misses:
         raise MachineError("llama.cpp's own cache was made, and counted nothing: it was not used", found=counts)
     return Hits(counts.hits, counts.misses)
@@ -130,8 +119,6 @@ def auto(share: float, workload: str) -> Group:
 
     @contextlib.contextmanager
     def group(bench: Bench) -> Iterator[Sequence[Case]]:
-        from bench_gpu import Case
-
         bundle = open_bundle(bench.bundle)
         slots = round(share * max(layer.n_expert for layer in bundle.manifest.layers))
         policy = parse_policy("lfu-decay:0.98")
@@ -155,8 +142,6 @@ def auto(share: float, workload: str) -> Group:
 @contextlib.contextmanager
 def _ready_run(run: GpuRun) -> Iterator[Ready]:
     """Of a pool the slots are warm, as in its other rows; a cache is made anew, for it tells its counts when it is freed."""
-    from bench_gpu import Ready
-
     if run.pool is not None:
         with _ready(run.pool) as ready:
             yield ready
