@@ -115,7 +115,7 @@ def _options() -> argparse.Namespace:
         "--only", default="", help="a regular expression: beside the reference only groups that it finds in their names"
     )
     parser.add_argument("--ahead", default="", help="also rows with so many experts brought ahead: 0,1,3")
-    parser.add_argument("--seconds", type=float, default=280.0, help="begin no case after so long")
+    parser.add_argument("--seconds", type=float, default=400.0, help="begin no case after so long")
     return parse_work(parser)
 
 
