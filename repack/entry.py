@@ -1,0 +1,10 @@
+"""`bel-repack` as it is started."""
+
+from __future__ import annotations
+
+from bel.formats.entry import start
+
+
+def main() -> None:
+    """Entry point."""
+    start("bel-repack", "bel.repack.cli")
