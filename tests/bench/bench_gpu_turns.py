@@ -20,13 +20,13 @@ from typing import Any
 import gpu_pool
 import numpy as np
 from gpu_cases import SHARES, Bench, Case, Group, Logits, Round, add_work, make_bench, measure_round, parse_work
-from gpu_stock import all_on_gpu, cpu_moe
+from gpu_stock import all_on_gpu, cpu_moe, stock_cache
 
 from bel.formats.errors import BelError
 
 LEAST_ROUNDS = 3
-SLOW = 0.8
-"""Threads and load modes of `--cpu-moe` slower than so much of its best in a first round are left out."""
+MOST_BASELINES = 3
+"""Of `--cpu-moe` so many, of all threads and load modes, are measured: the fastest in a first round."""
 
 
 def _enter(stack: contextlib.ExitStack, bench: Bench, groups: Sequence[Group], share: float) -> list[Case]:
@@ -40,8 +40,14 @@ def _speed(bench: Bench, one: Round) -> float:
 
 def _baselines(bench: Bench, cases: Sequence[Case]) -> list[Case]:
     """The thread counts and load modes that may be the best."""
-    first = [_speed(bench, measure_round(bench, case, 0)) for case in cases]
-    return [case for case, speed in zip(cases, first, strict=True) if speed >= SLOW * max(first)]
+    first = [(_speed(bench, measure_round(bench, case, 0)), n) for n, case in enumerate(cases)]
+    return [cases[n] for _, n in sorted(first, reverse=True)[:MOST_BASELINES]]
+
+
+def _ways(share: float, workload: str) -> list[Group]:
+    """`auto` first, and what may be the best beside it."""
+    pools = [gpu_pool.pool(mode, policy, share, workload) for mode, policy in gpu_pool.MODES]
+    return [gpu_pool.auto(share, workload), *pools, gpu_pool.own_cache(), stock_cache("none")]
 
 
 def measure_share(
@@ -49,13 +55,7 @@ def measure_share(
 ) -> dict[str, Any]:
     """Rounds of all ways of one size; fewer, but not below `LEAST_ROUNDS`, where the time is over."""
     with contextlib.ExitStack() as stack:
-        workload = bench.workload
-        ways = [
-            gpu_pool.auto(share, workload),
-            gpu_pool.pool("upload", "lfu-decay:0.98", share, workload),
-            gpu_pool.own_cache(),
-        ]
-        cases = [*_enter(stack, bench, ways, share), *baselines]
+        cases = [*_enter(stack, bench, _ways(share, bench.workload), share), *baselines]
         speeds: list[list[float]] = [[] for _ in cases]
         prompts: list[list[float]] = [[] for _ in cases]
         differences = [0.0] * len(cases)
