@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from bel.formats.errors import MachineError
-from bel.runtime.llama_abi import compare
+from bel.runtime.llama_check import compare
 from bel.runtime.pool_home import Home
 
 

@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from bel.formats.errors import MachineError
 from bel.formats.ggml_types import GGML_TYPES, tensor_bytes, type_name
-from bel.runtime.llama_abi import HOW_TO_INSTALL, PRODUCT_FUNCTIONS, TYPE_F32, TYPE_I32, check_symbols, compare
+from bel.runtime.llama_abi import HOW_TO_INSTALL, PRODUCT_FUNCTIONS, TYPE_F32, TYPE_I32
+from bel.runtime.llama_check import check_symbols, compare
 from bel.runtime.llama_library import LlamaLibrary
 
 _SPARE_BYTES = 65536  # alignment and the context's own bookkeeping

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from bel.runtime.llama_abi import check_symbols
+from bel.runtime.llama_check import check_symbols
 
 _FUNCTIONS = """
 const char * ggml_version(void);

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from bel.formats.errors import MachineError, UsageError, printable
-from bel.runtime.llama_abi import HOW_TO_INSTALL, check_abi, declarations
+from bel.runtime.llama_abi import HOW_TO_INSTALL, declarations
 from bel.runtime.llama_abi_gpu import open_gpu_abi
+from bel.runtime.llama_check import check_abi
 
 TESTED_XLLAMACPP = "2026.10.11549"
 """The version that pyproject.toml pins.  Its last number is the llama.cpp build; the library itself does not tell."""

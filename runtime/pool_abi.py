@@ -11,7 +11,8 @@ from functools import cache
 from typing import Any
 
 from bel.formats.errors import MachineError
-from bel.runtime.llama_abi import HOW_TO_INSTALL, OBJECT_BYTES, check_symbols, compare
+from bel.runtime.llama_abi import HOW_TO_INSTALL, OBJECT_BYTES
+from bel.runtime.llama_check import check_symbols, compare
 from bel.runtime.llama_library import LlamaLibrary
 
 _STRUCTS = """

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bel.formats.errors import MachineError
-from bel.runtime.llama_abi import PRODUCT_FUNCTIONS, TYPE_F32, TYPE_I32, check_symbols
+from bel.runtime.llama_abi import PRODUCT_FUNCTIONS, TYPE_F32, TYPE_I32
+from bel.runtime.llama_check import check_symbols
 from bel.runtime.llama_library import LlamaLibrary
 from bel.runtime.pool_abi import PoolAbi
 from bel.runtime.pool_graph import LayerGraph

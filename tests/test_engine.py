@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import archs
 from bel.formats.errors import BadInputError, MachineError, UsageError
 from bel.formats.gguf_model import open_model
-from bel.runtime import llama_abi, llama_library
+from bel.runtime import llama_abi, llama_check, llama_library
 from bel.runtime.context import ContextFull, ContextOptions
 from bel.runtime.engine import Engine, Model, ModelOptions
 from bel.runtime.llama_library import open_library
@@ -96,7 +96,7 @@ def test_other_structs_are_refused_by_name(case: str, engine: Engine, monkeypatc
     monkeypatch.setattr(llama_abi, constant, text.replace(old, new))
     ffi = llama_abi.declarations.__wrapped__()
     with pytest.raises(MachineError, match="another binary interface") as caught:
-        llama_abi.check_abi(ffi, ffi.dlopen(str(engine.library.path)), str(engine.library.path))
+        llama_check.check_abi(ffi, ffi.dlopen(str(engine.library.path)), str(engine.library.path))
     assert names in str(caught.value)
     assert "pip install 'bel-toolkit[llama]'" in str(caught.value)
     assert caught.value.found is not None
@@ -116,14 +116,14 @@ def test_a_changed_operation_is_refused(engine: Engine, monkeypatch: pytest.Monk
     """Operations are numbers in an enum, which a new one shifts."""
     monkeypatch.setitem(llama_abi.OPS, 31, "MUL_MAT_ID")
     with pytest.raises(MachineError, match=r"ggml_op_name\(31\) differs; found OUT_PROD, expected MUL_MAT_ID"):
-        llama_abi.check_abi(engine.library.ffi, engine.library.lib, "x")
+        llama_check.check_abi(engine.library.ffi, engine.library.lib, "x")
 
 
 def test_a_library_that_is_not_llama_cpp_is_refused() -> None:
     """The C library exports nothing of llama.cpp."""
     ffi = llama_abi.declarations()
     with pytest.raises(MachineError, match="exports no ggml_version"):
-        llama_abi.check_abi(ffi, ffi.dlopen(None), "libc")
+        llama_check.check_abi(ffi, ffi.dlopen(None), "libc")
 
 
 def test_a_missing_engine_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
