@@ -7,7 +7,7 @@ import os
 import signal
 from types import FrameType
 
-INTERRUPTED = 128 + signal.SIGINT
+from bel.formats.errors import InterruptedRun
 
 
 def start(name: str, module: str) -> None:
@@ -18,7 +18,7 @@ def start(name: str, module: str) -> None:
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         os.write(2, f"{name}: error: interrupted\n".encode())
-        os._exit(INTERRUPTED)  # nothing has begun that would have to end
+        os._exit(InterruptedRun.exit_code)  # nothing has begun that would have to end
 
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, stop)
