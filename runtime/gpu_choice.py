@@ -18,15 +18,19 @@ from bel.runtime.context import Context
 from bel.runtime.policies import Policy
 from bel.runtime.pool_model import PoolRun
 
-WARM_TOKENS, TIMED_TOKENS = 24, 16
-"""Tokens of each way.  The first ones fill slots, or llama.cpp's own cache, which begins empty, and wake threads.  As many for
-each way, so that all are timed on the same tokens."""
+WARM_TOKENS = 24
+"""Of each way, before what counts: they fill slots, or llama.cpp's own cache, which begins empty, and wake threads."""
+LEAST_TIMED, MOST_TIMED = 16, 128
+"""Tokens that count.  Of 16 one way was taken for another that was a tenth faster over 200 tokens (one H200)."""
+TIMED_SECONDS = 1.0
+"""Once the first way's tokens took so long, no more than the least number are timed; the others get as many."""
+SLOWEST = 0.05
+"""So many of the tokens, the slowest, do not count: something else on the machine had its turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A mode of the pool with a policy, or llama.cpp's own cache, and what a token took: the median of the timed ones, in
-    seconds."""
+    """A mode of the pool with a policy, or llama.cpp's own cache, and what a token took, in seconds."""
 
     mode: str
     policy: str
@@ -45,25 +49,52 @@ def choose(tried: Sequence[Way]) -> Way:
     return next(exact, tried[0])
 
 
-def trial_tokens(tokens: npt.NDArray[np.int32], n_ctx: int) -> list[int]:
-    """What is tried: `tokens` (n,), again from the start where there are too few, and no more than a context has room for."""
-    given = [int(token) for token in tokens] or [0]
-    return [given[i % len(given)] for i in range(min(WARM_TOKENS + TIMED_TOKENS, n_ctx))]
+class Trial:
+    """What is tried: `tokens` (n,), and from their end on what the model itself goes on with; no more than a context has room
+    for.  Every way computes the same."""
+
+    def __init__(self, tokens: npt.NDArray[np.int32], n_ctx: int) -> None:
+        self.tokens = [int(token) for token in tokens] or [0]
+        self._most = min(WARM_TOKENS + MOST_TIMED, n_ctx)
+        self._is_first = True
+
+    def seconds_per_token(self, context: Context) -> float:
+        """Compute the tokens one by one, from the start."""
+        context.clear()
+        seconds: list[float] = []
+        while len(seconds) < self._most and not (self._is_first and _is_enough(seconds)):
+            seconds.append(_timed(context, self._token(len(seconds), context)))
+        self._most, self._is_first = len(seconds), False
+        return usual(_that_count(seconds))
+
+    def _token(self, n: int, context: Context) -> int:
+        if n == len(self.tokens):
+            self.tokens.append(int(context.logits[-1].argmax()))
+        return self.tokens[n]
 
 
-def try_pool(run: PoolRun, trial: Sequence[int], ways: Sequence[tuple[str, Policy]]) -> list[Way]:
+def _that_count(seconds: Sequence[float]) -> Sequence[float]:
+    """Those behind the warm-up; of few tokens the last ones."""
+    return seconds[min(WARM_TOKENS, max(0, len(seconds) - LEAST_TIMED)) :]
+
+
+def _is_enough(seconds: Sequence[float]) -> bool:
+    timed = seconds[WARM_TOKENS:]
+    return len(timed) >= LEAST_TIMED and sum(timed) >= TIMED_SECONDS
+
+
+def usual(seconds: Sequence[float]) -> float:
+    """The mean without the slowest of them.  Not the median: a token that misses more than others is a part of the work."""
+    return statistics.fmean(sorted(seconds)[: len(seconds) - int(SLOWEST * len(seconds))])
+
+
+def try_pool(run: PoolRun, trial: Trial, ways: Sequence[tuple[str, Policy]]) -> list[Way]:
     """Try ways of a pool.  Counts and slots are left as the last one made them."""
     tried = []
     for mode, policy in ways:
         run.use(mode, policy)
-        tried.append(Way(mode, policy.name, seconds_per_token(run.context, trial)))
+        tried.append(Way(mode, policy.name, trial.seconds_per_token(run.context)))
     return tried
-
-
-def seconds_per_token(context: Context, trial: Sequence[int]) -> float:
-    """Compute tokens one by one, from the start; the median of the last."""
-    context.clear()
-    return statistics.median([_timed(context, token) for token in trial][-TIMED_TOKENS:])
 
 
 def _timed(context: Context, token: int) -> float:

@@ -16,7 +16,7 @@ from bel.formats.errors import MachineError, UsageError
 from bel.runtime.context import Context
 from bel.runtime.devices import Device
 from bel.runtime.gpu_cache import Promise, cache_context, check_own_cache, fitting_cache, open_own_cache
-from bel.runtime.gpu_choice import Way, choose, seconds_per_token, trial_tokens, try_pool
+from bel.runtime.gpu_choice import Trial, Way, choose, try_pool
 from bel.runtime.policies import Policy, parse_policy
 from bel.runtime.pool_costs import MissCosts
 from bel.runtime.pool_loading import LoadedPool
@@ -109,7 +109,7 @@ class GpuRun:
         """
         if self.way != AUTO or self.tried or self.pool is None or not self.pool.can_change:
             return
-        trial = trial_tokens(tokens, self.context.n_ctx)
+        trial = Trial(tokens, self.context.n_ctx)
         ways = [("upload", self.policy), ("split", self.policy)]
         if self.loaded.options.wanted:
             ways.append(("static", parse_policy("static")))
@@ -117,11 +117,11 @@ class GpuRun:
         self.tried = sorted([*tried, *self._try_cache(trial)], key=lambda way: way.seconds)
         self._take(choose(self.tried))
 
-    def _try_cache(self, trial: list[int]) -> list[Way]:
+    def _try_cache(self, trial: Trial) -> list[Way]:
         """The way, if it can be.  Behind it the pool may be closed."""
         try:
             self.use_cache()
-            return [Way(CACHE, CACHE_POLICY, seconds_per_token(self.context, trial))]
+            return [Way(CACHE, CACHE_POLICY, trial.seconds_per_token(self.context))]
         except (MachineError, UsageError) as error:
             self.left_out[CACHE] = str(error)
             return []

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,7 +36,7 @@ from bel.runtime.gpu_cache import (
     own_cache_bytes,
     own_cache_sizes,
 )
-from bel.runtime.gpu_choice import TIMED_TOKENS, WARM_TOKENS, Way, choose, trial_tokens
+from bel.runtime.gpu_choice import LEAST_TIMED, MOST_TIMED, WARM_TOKENS, Trial, Way, choose, usual
 from bel.runtime.gpu_report import gpu_lines, own_cache_json
 from bel.runtime.gpu_run import GpuRun
 from bel.runtime.policies import parse_policy
@@ -317,16 +318,15 @@ def opened(tiny: Path, device: Device, home: Home, way: str = "auto", **fields: 
 
 def speeds(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]) -> list[str]:
     """All ways are computed, and said to have taken so long.  Returns the list of what was timed, in order."""
-    measure, timed = gpu_choice.seconds_per_token, []
+    measure, timed = Trial.seconds_per_token, []
     order = iter(seconds)
 
-    def told(context: Context, trial: list[int]) -> float:
-        assert measure(context, trial) > 0
+    def told(trial: Trial, context: Context) -> float:
+        assert measure(trial, context) > 0
         timed.append(next(order))
         return seconds[timed[-1]]
 
-    monkeypatch.setattr(gpu_choice, "seconds_per_token", told)
-    monkeypatch.setattr(gpu_run, "seconds_per_token", told)
+    monkeypatch.setattr(Trial, "seconds_per_token", told)
     return timed
 
 
@@ -441,11 +441,56 @@ def test_a_way_by_name_costs_no_trial(way: str, tiny: Path, device: Device, monk
         assert f"way {way}: asked for" in words(run)
 
 
+@dataclasses.dataclass
+class Fed:
+    """Stands where a context is measured: keeps what it is given, and goes on with the next number."""
+
+    seconds: float = 0.0
+    given: list[int] = dataclasses.field(default_factory=list)
+
+    def clear(self) -> None:
+        self.given.clear()
+
+    def decode(self, tokens: list[int]) -> None:
+        self.given += tokens
+        time.sleep(self.seconds)
+
+    @property
+    def logits(self) -> np.ndarray:
+        return np.eye(64, dtype=np.float32)[None, (self.given[-1] + 1) % 64]
+
+
 def test_a_trial_ends_where_the_context_does() -> None:
-    """And begins again where there are too few tokens."""
-    assert trial_tokens(TOKENS, 4) == [5, 6, 7, 5]
-    assert len(trial_tokens(TOKENS, 4096)) == WARM_TOKENS + TIMED_TOKENS
-    assert trial_tokens(np.zeros(0, np.int32), 2) == [0, 0]
+    """And goes on with what the model says where there are too few tokens, all ways with the same."""
+    first, second = Fed(), Fed()
+    trial = Trial(TOKENS, 6)
+    assert trial.seconds_per_token(first) > 0
+    assert first.given == [5, 6, 7, 8, 9, 10]
+    trial.tokens[4] = 40
+    trial.seconds_per_token(second)
+    assert second.given == [5, 6, 7, 8, 40, 10], "the first way's words, not its own"
+    Trial(np.zeros(0, np.int32), 2).seconds_per_token(first)
+    assert first.given == [0, 1]
+
+
+def test_a_trial_of_a_fast_way_is_longer_than_that_of_a_slow_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow machine is not kept from its work for long; and the second way computes as many tokens as the first."""
+    monkeypatch.setattr(gpu_choice, "TIMED_SECONDS", 0.05)
+    fast, slow, second = Fed(), Fed(0.005), Fed()
+    Trial(TOKENS, 4096).seconds_per_token(fast)
+    assert len(fast.given) == WARM_TOKENS + MOST_TIMED
+    trial = Trial(TOKENS, 4096)
+    trial.seconds_per_token(slow)
+    assert len(slow.given) == WARM_TOKENS + LEAST_TIMED
+    trial.seconds_per_token(second)
+    assert second.given == slow.given
+
+
+def test_one_that_was_in_the_way_does_not_count_and_many_misses_do() -> None:
+    even = [1.0] * 40
+    assert usual([*even[:-1], 100.0]) == 1.0
+    assert usual([1.0, 3.0] * 20) == pytest.approx(2, abs=0.1)
+    assert usual([2.0]) == 2.0
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
