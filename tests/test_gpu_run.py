@@ -20,20 +20,11 @@ from bel.runtime.devices import devices
 from bel.runtime.engine import Engine
 from bel.runtime.gpu_choice import Way, choose
 from bel.runtime.pool_home import cpu_home
-from exactness import repack
 from faults import HANG_SECONDS
+from trained import FEW, PROMPT, TINY
+from trained import tiny as tiny
 
-ROOT = Path(__file__).parent.parent
-TINY = ROOT / "examples" / "tiny-moe-q8_0.gguf"
 COMMAND = Path(sys.executable).parent / "bel-run"
-PROMPT = "def add(a, b):"
-FEW = ("-p", PROMPT, "-n", "12", "--threads", "1", "--context", "128")
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The example model as a bundle."""
-    return repack(TINY, tmp_path_factory.mktemp("gpu") / "tiny.bel")
 
 
 @pytest.fixture(scope="module")
