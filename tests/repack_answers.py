@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import synth
 from faults import Outcome, run_cli
 
@@ -46,3 +48,9 @@ def repacked(model: Path) -> Path:
     """The bundle beside its model."""
     assert run_cli(model).status == 0
     return model.with_name("m.bel")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A small model to convert."""
+    return synth.moe().write(tmp_path / "m.gguf")

@@ -6,6 +6,8 @@ import random
 import shutil
 from pathlib import Path
 
+import pytest
+
 import synth
 from faults import Outcome, run_cli, tree
 
@@ -55,3 +57,9 @@ def undisturbed(folder: Path, source: Path) -> dict[str, tuple[str, int]]:
     made = tree(folder / "reference.bel")
     shutil.rmtree(folder / "reference.bel")
     return made
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A split set to convert; the path of its first file."""
+    return write_set(tmp_path / "in")

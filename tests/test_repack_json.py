@@ -15,6 +15,7 @@ import pytest
 import synth
 from faults import run_cli
 from repack_answers import answer, assert_error, ple_model, write_set
+from repack_answers import model as model
 
 MODEL_KEYS = {
     "model",
@@ -32,11 +33,6 @@ MODEL_KEYS = {
     "content_digest",
 }
 RUN_KEYS = {"bundle", "seconds", "bytes_read", "bytes_written", "peak_rss_bytes"}
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return synth.moe().write(tmp_path / "m.gguf")
 
 
 def numbers(value: Any) -> list[float]:

@@ -9,11 +9,7 @@ import pytest
 import synth
 from faults import run_cli, tree
 from repack_answers import answer, assert_error, ple_model
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return synth.moe().write(tmp_path / "m.gguf")
+from repack_answers import model as model
 
 
 def test_dry_run_writes_nothing(model: Path, tmp_path: Path) -> None:

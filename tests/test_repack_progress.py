@@ -17,17 +17,8 @@ from bel.formats.gguf_model import open_model
 from bel.repack.convert import convert
 from bel.repack.layout import plan_layout
 from faults import run_cli
-from repack_runs import write_set
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return write_set(tmp_path / "in")
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return synth.moe().write(tmp_path / "m.gguf")
+from repack_answers import model as model
+from repack_runs import source as source
 
 
 def test_progress_says_where_it_is(tmp_path: Path, source: Path) -> None:
