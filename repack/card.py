@@ -25,6 +25,7 @@ _FIXED: dict[str, Any] = {
     "pipeline_tag": "text-generation",
     "tags": list(TAGS),
 }
+_TERMS = ("license", "license_name", "license_link", "base_model")
 _BEGIN = re.compile(r"<!-- bel-repack: begin\b.*?-->", re.DOTALL)
 _FRONT = re.compile(r"\A\s*---[ \t]*\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
 _LICENSE_ID = re.compile(r"[a-z0-9][a-z0-9.+-]*")
@@ -92,7 +93,7 @@ def complete(front: Mapping[str, Any], given: Origin, metadata: Origin) -> dict[
     Raises UsageError for an option that contradicts README.md, and for a licence or base model that nobody names.
     """
     whole = dict(front)
-    for key in ("license", "license_name", "license_link", "base_model"):
+    for key in _TERMS:
         option, stands = getattr(given, key), front.get(key)
         if option is not None and stands is not None and option not in (stands, [stands]) and stands != [option]:
             raise UsageError(
@@ -125,7 +126,7 @@ def _check(front: Mapping[str, Any]) -> None:
     lacking = [key for key in ("license_name", "license_link") if front["license"] == "other" and not front.get(key)]
     if lacking:
         raise UsageError(
-            f"the licence is 'other', and {' and '.join(lacking)} is not known",
+            f"the licence is 'other', and {' and '.join(lacking)} {'are' if len(lacking) > 1 else 'is'} not known",
             hint="Give " + " and ".join("--" + key.replace("_", "-") for key in lacking),
         )
     if front["base_model"] is None:
@@ -153,6 +154,19 @@ def compose(text: str, front: Mapping[str, Any], section: str, path: str) -> str
     if added:
         lines.append(yaml.safe_dump(added, sort_keys=False, allow_unicode=True).rstrip("\n"))
     return "---\n" + "\n".join(lines) + "\n---\n" + _with_section(text[match.end() :] if match else text, section, path)
+
+
+def is_generated(text: str) -> bool:
+    """Whether a README.md is `compose`'s alone: made where there was none before, and nothing of anybody's added since."""
+    begin, end = _BEGIN.search(text), text.rfind(END)
+    try:
+        front = read_card(text, CARD_NAME)
+    except BadInputError:
+        return False
+    fixed = all(front.get(key) == value for key, value in _FIXED.items())
+    if begin is None or end < begin.end() or not fixed or not set(front) <= {*_FIXED, *_TERMS}:
+        return False
+    return compose("", front, text[begin.end() : end], CARD_NAME) == text
 
 
 def _with_section(body: str, section: str, path: str) -> str:

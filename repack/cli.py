@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from bel.formats.process import peak_rss_bytes
 from bel.formats.shards import model_base_name
 from bel.formats.units import format_bytes, parse_bytes
 from bel.repack.layout import plan_layout
+from bel.repack.path_cli import PATH
 from bel.repack.publish_cli import fetch, publish
 from bel.repack.report import conversion_rows, model_rows
 
@@ -38,9 +38,6 @@ def _size(_ctx: click.Context, _parameter: click.Parameter, value: str) -> int:
     return parse_bytes(value)
 
 
-_PATH = click.Path(path_type=Path, readable=False)  # an unreadable file is an error of ours, not one of usage
-
-
 @click.group(cls=_ConvertByDefault, context_settings=SETTINGS, subcommand_metavar="MODEL.gguf [OPTIONS] | COMMAND ...")
 @click.version_option(package_name="bel-toolkit", prog_name=NAME)
 def main_group() -> None:
@@ -57,8 +54,8 @@ def main_group() -> None:
 
 
 @main_group.command(context_settings=SETTINGS)
-@click.argument("model", type=_PATH)
-@click.option("-o", "output", type=_PATH, help="The bundle to make.  Default: NAME.bel beside the model.")
+@click.argument("model", type=PATH)
+@click.option("-o", "output", type=PATH, help="The bundle to make.  Default: NAME.bel beside the model.")
 @click.option(
     "--ple",
     type=click.Choice(["auto", "keep", "split"]),
@@ -93,12 +90,12 @@ def convert(
     from bel.repack.convert import space_needed
     from bel.repack.inspect import describe_layout, describe_manifest
     from bel.repack.stream import sparse_bytes
-    from bel.repack.target import check_space, check_target
+    from bel.repack.target import check_space, check_target, default_folder, resolve_target
 
     source = open_model(model)
     name = model_base_name(model)
-    named = output if output is not None else model.with_name(f"{name}.bel")
-    target = _target(named)
+    named = output if output is not None else default_folder(model) / f"{name}.bel"
+    target = resolve_target(named)
     layout = plan_layout(source, name, ple=ple, shard_bytes=shard_size)
     _say_warnings(source)
     check_target(target, [h.path for h in source.files], force=force, named=named)
@@ -136,7 +133,7 @@ def convert(
 
 
 @main_group.command(context_settings=SETTINGS)
-@click.argument("path", type=_PATH)
+@click.argument("path", type=PATH)
 @click.option("--digest", is_flag=True, help="Read every byte of a GGUF and print its content digest and SHA-256.")
 @json_option
 def inspect(path: Path, digest: bool, as_json: bool) -> None:
@@ -175,8 +172,8 @@ def inspect(path: Path, digest: bool, as_json: bool) -> None:
 
 
 @main_group.command(context_settings=SETTINGS)
-@click.argument("bundle", type=_PATH)
-@click.option("--source", type=_PATH, help="Also compare with the original GGUF (any shard), byte for byte.")
+@click.argument("bundle", type=PATH)
+@click.option("--source", type=PATH, help="Also compare with the original GGUF (any shard), byte for byte.")
 @click.option("--quick", is_flag=True, help="Sizes, headers, digest tables and a sample of the blobs only.")
 @json_option
 def verify(bundle: Path, source: Path | None, quick: bool, as_json: bool) -> int:
@@ -237,11 +234,11 @@ def verify(bundle: Path, source: Path | None, quick: bool, as_json: bool) -> int
 
 
 @main_group.command(context_settings=SETTINGS)
-@click.argument("bundle", type=_PATH)
+@click.argument("bundle", type=PATH)
 @click.option(
     "-o",
     "output",
-    type=_PATH,
+    type=PATH,
     default=Path("."),
     help="The folder for the restored files; made if its parent exists.  Default: the current folder.",
 )
@@ -279,13 +276,6 @@ main_group.add_command(fetch)
 def _say_warnings(model: GgufModel) -> None:
     for text in warnings(model, find_experts(model)):
         say(NAME, f"warning: {text}")
-
-
-def _target(named: Path) -> Path:
-    """Where an output goes: folders resolved as the system does, the last part not, since --force may replace a link."""
-    if named.name in ("", ".."):
-        return Path(os.path.realpath(named))
-    return Path(os.path.realpath(named.parent)) / named.name
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from bel.repack.kept import KeptBytes, check_kept
 from bel.repack.sink import MAX_OPEN, Sink
 from bel.repack.spans import Kind, Placed, Span, gguf_spans
 from bel.repack.stream import Read, Stream
-from bel.repack.target import check_space
+from bel.repack.target import check_leftover, check_space
 from bel.repack.walk import Advance, counter, pieces
 
 SPANS_AHEAD = 4  # slices of about a megabyte: enough to keep a disk busy, few enough to stay in the page cache
@@ -95,6 +95,9 @@ def _check_free(bundle: Bundle, folder: Path, names: list[str], *, force: bool) 
     own, place = os.path.realpath(bundle.folder), os.path.realpath(folder)
     if place == own or place.startswith(own + os.sep):
         raise UsageError("files are not restored into the bundle itself", path=str(folder), hint="Give another -o")
+    staging = folder / STAGING_NAME
+    if staging.is_dir() and not staging.is_symlink():
+        check_leftover(staging, sorted(e.name for e in os.scandir(staging) if e.is_dir(follow_symlinks=False)))
     for name in names:
         path = folder / name
         if os.path.lexists(path) and not force:

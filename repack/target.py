@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from bel.formats.errors import MachineError, UsageError
-from bel.formats.manifest import MANIFEST_NAME
+from bel.formats.errors import MachineError, UsageError, printable
 from bel.formats.units import format_bytes
+from bel.repack.own_files import Contents, contents, foreign_leftovers
 
 SPARE_BYTES = 2**20  # folders, the manifest, and what the file system needs for itself
+SHOWN_NAMES = 8  # of files in a refusal; a person looks for the others
 
 
 def staging_path(target: Path) -> Path:
@@ -19,54 +19,93 @@ def staging_path(target: Path) -> Path:
     return target.with_name(f".{target.name}.bel-tmp")
 
 
+def resolve_target(named: Path) -> Path:
+    """Where an output goes: links are followed, the last part's too, as the user who links to another disk expects."""
+    return Path(os.path.realpath(named))
+
+
+def default_folder(model: Path) -> Path:
+    """The folder beside the model.  Raises UsageError where a model is named that has no place of its own there."""
+    folder = os.path.realpath(model.parent)
+    if folder == "/dev" or f"{folder}/".startswith("/proc/"):  # /dev/stdin, /dev/fd/N, /proc/self/fd/N
+        raise UsageError(
+            "a bundle is not written beside a device or an open file", path=str(model), hint="Say with -o where it goes"
+        )
+    return model.parent
+
+
 def check_target(target: Path, inputs: Iterable[Path], *, force: bool, named: Path | None = None) -> None:
     """Refuse an output that exists (without `force`), that is or contains an input, or whose parent does not exist.
 
-    `named` is the target as the user wrote it, for the messages.  Even with `force` a folder that is neither empty nor a
-    bundle is refused: `-o ~ --force` must not cost a home.
+    `target` is resolved; `named` is it as the user wrote it, for the messages.  Even with `force` a folder is refused that is
+    not a bundle, or that holds more than one: `-o ~ --force` must not cost a home, nor a profile that took hours.
     """
     real, shown = os.path.realpath(target), str(named or target)
+    inside = real if real.endswith(os.sep) else real + os.sep  # the root ends with one
+    staging = staging_path(target) if target.name else target
     for path in inputs:
         for form in (os.path.abspath(path), os.path.realpath(path)):
             if form == real or form == os.path.abspath(target):
                 raise UsageError("the output is the input itself", path=shown, hint="Give another -o")
-            if form.startswith(real + os.sep):
+            if form.startswith(inside):
                 raise UsageError(f"the output contains the input {path.name}", path=shown, hint="Give another -o")
+            if form.startswith(f"{staging}{os.sep}"):  # which is emptied first
+                raise UsageError(f"the input {path.name} is in the temporary folder of the output", path=str(staging))
     if not target.parent.is_dir():
         raise UsageError("the folder that should hold the output does not exist", path=str(target.parent))
+    check_leftover(staging, foreign_leftovers(staging))
+    _check_aside(staging.with_name(f"{staging.name}.old"))
     if not os.path.lexists(target):
         return
     if not force:
         raise UsageError("the output exists already", path=shown, hint="Use --force to replace it, or -o for another place")
+    _check_replaceable(target, shown)
+
+
+def _check_replaceable(target: Path, shown: str) -> None:
     if target.is_symlink():
-        return
-    strange = _strangers(target) if target.is_dir() else [target.name]
-    if strange:
+        raise UsageError("the output is a link that leads nowhere", path=shown, hint="Give another -o")
+    found = contents(target) if target.is_dir() else Contents(False, (target.name,))
+    if found.foreign and not found.is_bundle:
         raise UsageError(
-            f"what exists there is not a bundle, or holds more than one: {', '.join(strange[:5])}; "
-            "it is not replaced even with --force",
+            f"what exists there is not a bundle: {listed(found.foreign)}; it is not replaced even with --force",
             path=shown,
             hint="Move or remove it yourself, or give another -o",
         )
+    if found.foreign:
+        raise UsageError(
+            f"the bundle there holds what is not its own, and --force would delete it: {listed(found.foreign)}",
+            path=shown,
+            hint="Move it out first, or give another -o",
+        )
+    if os.path.ismount(target):  # the system would refuse to rename it, after the hours that a conversion takes
+        raise UsageError("the output is a mount point, which cannot be replaced", path=shown, hint="Name a folder inside it")
 
 
-_BUNDLE_NAMES = re.compile(
-    r"(manifest\.json|.*-dense\.gguf|.*-ple\.gguf|.*-experts(-\d{5}-of-\d{5})?\.bin|.*-experts\.idx"
-    r"|profile\.json|plan\.json|README\.md|SHA256SUMS|LICENSE(\.md|\.txt)?)",
-    re.DOTALL,
-)
+def _check_aside(aside: Path) -> None:
+    """Refuse where a kill left the old bundle aside (`exchange` on a file system that cannot swap two names)."""
+    if os.path.lexists(aside):
+        raise UsageError(
+            "a run that was killed while it replaced a bundle left the old one here",
+            path=str(aside),
+            hint="Give it its name again, or remove it",
+        )
 
 
-def _strangers(folder: Path) -> list[str]:
-    """What a folder holds that is no part of a bundle; a folder without any part of one is all strange."""
-    names = os.listdir(folder)
-    strange = [n for n in names if not _BUNDLE_NAMES.fullmatch(n) and n != "source"]
-    if (folder / "source").is_dir():
-        strange += [f"source/{n}" for n in os.listdir(folder / "source") if not n.endswith(".hdr.zst")]
-    elif "source" in names:
-        strange.append("source")
-    is_bundle = MANIFEST_NAME in names or any(n.endswith("-experts.idx") for n in names)
-    return sorted(strange) if is_bundle else sorted(names)
+def check_leftover(staging: Path, foreign: Sequence[str]) -> None:
+    """Refuse to empty a folder that has the name of a temporary one of ours and holds `foreign`, which no run put there."""
+    if foreign:
+        raise UsageError(
+            f"the folder has the name of a temporary one of this command, and holds what is not of it: {listed(foreign)}",
+            path=str(staging),
+            hint="Move it away, or give another -o",
+        )
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first of some names, for a message."""
+    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    return ", ".join(printable(name) for name in names[:SHOWN_NAMES]) + more
 
 
 def check_space(folder: Path, need_bytes: int) -> None:

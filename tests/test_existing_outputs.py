@@ -146,16 +146,6 @@ def test_force_replaces_a_damaged_bundle(tmp_path: Path, source: Path, reference
     assert tree(out) == reference
 
 
-def test_force_replaces_a_link_and_not_what_it_points_to(tmp_path: Path, source: Path) -> None:
-    assert run_cli(source, "-o", tmp_path / "kept.bel").status == 0
-    kept = tree(tmp_path / "kept.bel", times=True)
-    (tmp_path / "out.bel").symlink_to(tmp_path / "kept.bel", target_is_directory=True)
-    assert_refused(run_cli(source, "-o", tmp_path / "out.bel"), 2, "exists already")
-    assert run_cli(source, "-o", tmp_path / "out.bel", "--force").status == 0
-    assert not (tmp_path / "out.bel").is_symlink()
-    assert tree(tmp_path / "kept.bel", times=True) == kept
-
-
 def outputs_that_touch_an_input(folder: Path, source: Path) -> dict[str, Path]:
     (folder / "link-to-model").symlink_to(source)
     (folder / "link-to-folder").symlink_to(source.parent, target_is_directory=True)

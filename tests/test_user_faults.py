@@ -66,13 +66,6 @@ def test_force_does_not_replace_a_bundle_with_something_else_in_it(model: Path, 
     assert tree(bundle) == before
 
 
-def test_force_replaces_what_other_commands_add_to_a_bundle(model: Path, bundle: Path) -> None:
-    for name in ("profile.json", "plan.json", "README.md", "SHA256SUMS"):
-        (bundle / name).write_text("{}")
-    assert run_cli(model, "--force").status == 0
-    assert not (bundle / "plan.json").exists()
-
-
 def test_a_write_protected_bundle_is_replaced_without_leftovers(tmp_path: Path, model: Path, bundle: Path) -> None:
     """Run without root's right to write anywhere, as users run it."""
     for path in [*bundle.rglob("*"), bundle]:
