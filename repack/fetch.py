@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -15,8 +16,10 @@ from bel.formats.json_file import MAX_JSON_BYTES
 from bel.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
 from bel.formats.signals import signals_held
 from bel.repack.card import CARD_NAME
+from bel.repack.folder_lock import locked_folder
 from bel.repack.hub import Hub, Snapshot
-from bel.repack.target import check_space
+from bel.repack.own_files import foreign_leftovers, is_generated
+from bel.repack.target import check_leftover, check_space, resolve_target
 from bel.repack.upload_plan import LICENSE_NAMES, PLAN_NAME, PROFILE_NAME, SUMS_NAME
 from bel.repack.verify import verify_bundle
 
@@ -24,6 +27,7 @@ CACHE_NAME = ".cache"  # where the hub's client keeps what it needs to go on
 EXTRAS = (CARD_NAME, SUMS_NAME, PROFILE_NAME, PLAN_NAME, *LICENSE_NAMES)
 SHOWN_PROBLEMS = 5
 Report = Callable[[str, int, int], None]
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,7 @@ def fetch(hub: Hub, repo_id: str, target: Path, *, revision: str | None, dense_o
     Raises BadInputError for a repository that is no bundle, DamagedBundleError where it lacks a file or a file is not what
     the manifest says; the wrong files are removed, the others stay, so that the next run fetches only those again.
     """
-    target = Path(os.path.abspath(target))  # "." has no name to work beside
+    target = resolve_target(target)
     if not target.parent.is_dir():
         raise UsageError("the folder that should hold the output does not exist", path=str(target.parent))
     found = hub.snapshot(repo_id, revision)
@@ -51,15 +55,16 @@ def fetch(hub: Hub, repo_id: str, target: Path, *, revision: str | None, dense_o
             hint="Ask its owner to run `bel-repack publish` again",
         )
     work = _place(target)
-    bundle = _fetch_manifest(hub, found, work, in_place=work == target)
-    wanted = _wanted(bundle.manifest, dense_only)
-    extras = [name for name in EXTRAS if name in found.files]
-    _check_remote(found, wanted, extras)
-    check_space(work, sum(size for name, size in wanted.items() if not bundle.path(name).exists()))
-    hub.download(found, [*wanted, *extras], work)
-    _verify(bundle, wanted, progress)
-    _check_extras(found, extras, work)
-    _settle(work, target, {MANIFEST_NAME, *wanted, *extras})
+    with locked_folder(work):
+        bundle = _fetch_manifest(hub, found, work, in_place=work == target)
+        wanted = _wanted(bundle.manifest, dense_only)
+        extras = [name for name in EXTRAS if name in found.files and not _is_users(found, work / name, in_place=work == target)]
+        _check_remote(found, wanted, extras)
+        check_space(work, sum(size for name, size in wanted.items() if not bundle.path(name).exists()))
+        hub.download(found, [*wanted, *extras], work)
+        _verify(bundle, wanted, progress)
+        _check_extras(found, extras, work)
+        _settle(work, target, {MANIFEST_NAME, *dict(bundle.manifest.files), *extras})
     rows = [(name, (target / name).stat().st_size) for name in [*wanted, MANIFEST_NAME, *extras]]
     return Fetched(found.commit, tuple(rows), bundle.manifest.content_digest)
 
@@ -67,9 +72,7 @@ def fetch(hub: Hub, repo_id: str, target: Path, *, revision: str | None, dense_o
 def _place(target: Path) -> Path:
     """Where to work: beside the target until all is verified; in it where it holds a part of a bundle already."""
     if not os.path.lexists(target):
-        staging = target.with_name(f".{target.name}.bel-fetch")
-        staging.mkdir(exist_ok=True)
-        return staging
+        return _temporary(target)
     if not target.is_dir() or not (target / MANIFEST_NAME).is_file():
         raise UsageError("the output exists already", path=str(target), hint="Give another place with -o")
     bundle = open_bundle(target)
@@ -82,6 +85,24 @@ def _place(target: Path) -> Path:
     return target
 
 
+def _temporary(target: Path) -> Path:
+    """The folder to download into, as an earlier run left it, or new."""
+    staging = target.with_name(f".{target.name}.bel-fetch")
+    check_leftover(staging, foreign_leftovers(staging, also=(CACHE_NAME, *EXTRAS)))
+    staging.mkdir(exist_ok=True)
+    return staging
+
+
+def _is_users(found: Snapshot, path: Path, *, in_place: bool) -> bool:
+    """Whether a profile, plan, card .. that stands in a part of a bundle is not what the hub has: it is kept, and said so."""
+    if not in_place or not os.path.lexists(path) or is_generated(path):
+        return False
+    if path.is_file() and found.files[path.name].holds(path.read_bytes()):
+        return False
+    _LOG.warning("%s is not what the hub has, and stays as it is; it was not fetched", printable(str(path)))
+    return True
+
+
 def _fetch_manifest(hub: Hub, found: Snapshot, work: Path, *, in_place: bool) -> Bundle:
     """The bundle with its manifest.  A part of another bundle is refused, never mixed with this one."""
     size = found.files[MANIFEST_NAME].size_bytes or 0
@@ -90,8 +111,7 @@ def _fetch_manifest(hub: Hub, found: Snapshot, work: Path, *, in_place: bool) ->
     if not in_place:
         hub.download(found, [MANIFEST_NAME], work)
         return _open_fetched(work)
-    look = work.with_name(f".{work.name}.bel-fetch")
-    look.mkdir(exist_ok=True)
+    look = _temporary(work)
     try:
         hub.download(found, [MANIFEST_NAME], look)
         theirs, ours = _open_fetched(look), open_bundle(work)
@@ -143,21 +163,31 @@ def _check_remote(found: Snapshot, wanted: dict[str, int], extras: list[str]) ->
 
 
 def _verify(bundle: Bundle, wanted: dict[str, int], progress: Report) -> None:
-    """Compare every fetched byte with the manifest's digests; files that are wrong are removed, and named."""
+    """Compare every byte that is there with the manifest's digests; files that are wrong are removed, and named if wanted.
+
+    One that is not wanted now is of an earlier run: right, it saves the next one its download; wrong, the bundle has changed.
+    """
     absent = {n: size for n, size in bundle.manifest.files if n not in wanted and not bundle.path(n).exists()}
     report = verify_bundle(bundle, quick=False, progress=progress)
     expected = {str(size_problem(bundle.path(name), size)) for name, size in absent.items()}
     problems = [problem for problem in report.problems if problem not in expected]
-    if not problems:
-        return
-    wrong = [n for n in wanted if any(p.startswith(f"{printable(str(bundle.path(n)))}: ") for p in problems)]
+    wrong = [name for name, _ in bundle.manifest.files if any(_is_of(bundle, name, p) for p in problems)]
     for name in wrong:
         bundle.path(name).unlink(missing_ok=True)
+    stale = [name for name in wrong if name not in wanted]
+    problems = [problem for problem in problems if not any(_is_of(bundle, name, problem) for name in stale)]
+    if not problems:
+        return
+    again = ", ".join(printable(name) for name in wrong if name in wanted) or "what is missing"
     raise DamagedBundleError(
         f"what was fetched is not what was published: {'; '.join(problems[:SHOWN_PROBLEMS])}"
         + (f"; and {len(problems) - SHOWN_PROBLEMS} more" if len(problems) > SHOWN_PROBLEMS else ""),
-        hint=f"Run the same command again: it fetches {', '.join(map(printable, wrong)) or 'what is missing'} once more",
+        hint=f"Run the same command again: it fetches {again} once more",
     )
+
+
+def _is_of(bundle: Bundle, name: str, problem: str) -> bool:
+    return problem.startswith(f"{printable(str(bundle.path(name)))}: ")
 
 
 def _check_extras(found: Snapshot, names: list[str], work: Path) -> None:
@@ -173,9 +203,11 @@ def _check_extras(found: Snapshot, names: list[str], work: Path) -> None:
 
 def _settle(work: Path, target: Path, keep: set[str]) -> None:
     """Drop the client's notes and what an earlier run left of another bundle, and give the bundle its name."""
-    cache = work / CACHE_NAME
-    if cache.is_dir():
-        shutil.rmtree(cache)
+    notes = work / CACHE_NAME / "huggingface"
+    if notes.is_dir():
+        shutil.rmtree(notes)
+        if not os.listdir(notes.parent):  # it may hold what is the user's own
+            notes.parent.rmdir()
     if work != target:
         for path in [p for p in work.rglob("*") if not p.is_dir() and p.relative_to(work).as_posix() not in keep]:
             path.unlink()

@@ -10,16 +10,19 @@ from __future__ import annotations
 import contextlib
 import glob
 import hashlib
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from bel.formats.errors import BadInputError, MachineError, UsageError, printable_line
 from bel.formats.signals import signals_deferred
 
 LISTEN_SECONDS = 0.2
+ENDPOINT_VARIABLE = "HF_ENDPOINT"
 _SAID_CHARS = 1500
 
 
@@ -52,7 +55,7 @@ class Hub:
     """One hub.  `endpoint` None is the client's default (HF_ENDPOINT, or the public hub)."""
 
     def __init__(self, endpoint: str | None, *, show_progress: bool) -> None:
-        need_client()
+        need_client(endpoint)
         from huggingface_hub import HfApi
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -127,8 +130,12 @@ def _interruptible(call: Callable[[], object]) -> None:
         raise failed[0]
 
 
-def need_client() -> None:
-    """Raise MachineError, naming the extra, where huggingface_hub is not installed."""
+def need_client(endpoint: str | None = None) -> None:
+    """Raise MachineError, naming the extra, where huggingface_hub is not installed, UsageError for an address that is none."""
+    if endpoint is not None:
+        _check_address(endpoint, "--endpoint")
+    if ENDPOINT_VARIABLE in os.environ:  # the client reads it when it is imported, and may fail at that
+        _check_address(os.environ[ENDPOINT_VARIABLE], ENDPOINT_VARIABLE)
     try:
         import huggingface_hub  # noqa: F401
         import yaml  # noqa: F401
@@ -136,6 +143,21 @@ def need_client() -> None:
         raise MachineError(
             f"this command needs {error.name}, which is not installed", hint="Install it with: pip install 'bel-toolkit[hub]'"
         ) from None
+
+
+def _check_address(address: str, given_by: str) -> None:
+    """Raise UsageError for what no client can reach, before its library fails in words of its own."""
+    try:
+        parts = urlsplit(address)
+        host = parts.hostname if parts.scheme in ("http", "https") else None
+    except ValueError:
+        host = None
+    if not host:
+        raise UsageError(
+            f"'{printable_line(address)}' is not the address of a hub",
+            expected="one that begins with https:// or http://",
+            hint=f"Mend {given_by}, or leave it out for the public hub",
+        )
 
 
 def check_repo_id(repo_id: str) -> None:
@@ -186,6 +208,9 @@ _HINTS = {
 }
 
 
+_NOT_REACHED = ("ConnectError", "ConnectTimeout")  # of httpx, which the client uses
+
+
 def _failed(doing: str, error: Exception) -> MachineError:
     """The error with the hub's status and words, which stand in the first of its causes that has a response."""
     cause: BaseException = error
@@ -199,6 +224,8 @@ def _failed(doing: str, error: Exception) -> MachineError:
         said += f": {_one_line(words)}"
     answered = f"the hub answered {status}: " if status is not None else f"{type(cause).__name__}: "
     hint = _HINTS.get(status or 0, "Run the same command again: it goes on where it stopped")
+    if status is None and type(cause).__name__ in _NOT_REACHED:
+        hint = "The hub cannot be reached: check the network and its address (--endpoint, HF_ENDPOINT), then run this again"
     if status is None and "xet" in said.lower():
         hint = "A hub without Xet needs the environment variable HF_HUB_DISABLE_XET=1"
     return MachineError(f"{doing} failed: {answered}{said[:_SAID_CHARS]}", hint=hint)

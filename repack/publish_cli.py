@@ -16,10 +16,10 @@ from bel.formats.bundle import open_bundle
 from bel.formats.console import SETTINGS, Progress, json_option, print_json, print_table, say
 from bel.formats.errors import InterruptedRun
 from bel.formats.units import format_bytes
+from bel.repack.path_cli import PATH
 from bel.repack.report import shell_word
 
 NAME = "bel-repack"
-_PATH = click.Path(path_type=Path, readable=False)
 _ENDPOINT = click.option(
     "--endpoint", metavar="URL", help="Another hub than the client's default.  One without Xet: set HF_HUB_DISABLE_XET=1."
 )
@@ -41,15 +41,15 @@ def _ends_at_once() -> Iterator[None]:
 
 
 @click.command(context_settings=SETTINGS)
-@click.argument("bundle", type=_PATH)
+@click.argument("bundle", type=PATH)
 @click.option("--repo-id", required=True, metavar="ORG/NAME", help="The repository; made if need be.")
 @click.option("--private", is_flag=True, help="Make the repository private.")
 @click.option("--license", "license_id", metavar="ID", help="The licence, where the source's metadata does not name it.")
 @click.option("--license-name", metavar="TEXT", help="The licence's name, with the licence 'other'.")
 @click.option("--license-link", metavar="URL", help="Where the licence's text is, with the licence 'other'.")
 @click.option("--base-model", metavar="ORG/NAME", help="The model this is made of, where the metadata does not name it.")
-@click.option("--profile", type=_PATH, help="A profile of this bundle to publish with it.  Default: its profile.json, if any.")
-@click.option("--plan", type=_PATH, help="A plan of this bundle to publish with it.  Default: its plan.json, if any.")
+@click.option("--profile", type=PATH, help="A profile of this bundle to publish with it.  Default: its profile.json, if any.")
+@click.option("--plan", type=PATH, help="A plan of this bundle to publish with it.  Default: its plan.json, if any.")
 @click.option("--dry-run", is_flag=True, help="Check everything and show what would be uploaded; send nothing.")
 @_ENDPOINT
 @json_option
@@ -80,7 +80,7 @@ def publish(
     """
     from bel.repack.hub import Hub, need_client
 
-    need_client()
+    need_client(endpoint)
     from bel.repack.card import Origin
     from bel.repack.publish import prepare, send
 
@@ -119,7 +119,7 @@ def publish(
 
 @click.command(context_settings=SETTINGS)
 @click.argument("repo_id", metavar="ORG/NAME")
-@click.option("-o", "output", type=_PATH, help="The bundle to make.  Default: NAME.bel in the current folder.")
+@click.option("-o", "output", type=PATH, help="The bundle to make.  Default: NAME.bel in the current folder.")
 @click.option("--revision", metavar="R", help="A branch, tag or commit.  Default: the main branch.")
 @click.option("--dense-only", is_flag=True, help="Only what `bel-profile fit` needs; the experts can follow later.")
 @_ENDPOINT
@@ -140,7 +140,7 @@ def fetch(
     """
     from bel.repack.hub import Hub, check_repo_id, need_client
 
-    need_client()
+    need_client(endpoint)
     from bel.repack.card_section import bundle_name
     from bel.repack.fetch import fetch as run
 
