@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,9 @@ from bel.formats.digest import DIGEST_BYTES, bytes_digest
 from bel.formats.errors import BadInputError, DamagedBundleError
 from bel.formats.experts_file import INDEX_HEADER, PAGE_BYTES, experts_header, unpack_index
 from bel.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, decode
+
+_PART = re.compile(r".*(?:-dense\.gguf|-ple\.gguf|-experts\.idx|-experts(?:-\d{5}-of-\d{5})?\.bin)", re.DOTALL | re.ASCII)
+"""The name of a file that a conversion wrote (FORMATS.md); the manifest may be lost beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +42,9 @@ def open_bundle(folder: Path) -> Bundle:
         what = "this is not a bundle (a folder with a manifest.json)" if os.path.lexists(folder) else "no such bundle"
         raise BadInputError(what, path=str(folder))
     if not path.is_file():
-        raise DamagedBundleError(
-            "the folder has no manifest.json: it is not a bundle, or its manifest was lost", path=str(folder)
-        )
+        if not any(_PART.fullmatch(name) for name in os.listdir(folder)):
+            raise BadInputError("this is not a bundle: the folder has no manifest.json", path=str(folder))
+        raise DamagedBundleError("the bundle has no manifest.json: it was lost", path=str(folder))
     data = read_file(path, MAX_MANIFEST_BYTES)
     return Bundle(folder, decode(data, str(path)), len(data))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -13,12 +12,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import FrameType
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
 import click
 
+from bel.formats.address_space import needs_checked
 from bel.formats.errors import BelError, InterruptedRun, MachineError, printable, printable_line
+from bel.formats.signals import INTERRUPTS
+from bel.formats.standard_streams import STDERR, STDOUT, StreamName, named, open_closed
 from bel.formats.units import MIB
 
 if TYPE_CHECKING:
@@ -48,36 +49,47 @@ _HINTS = {
     errno.EACCES: "This user has no permission for it",
     errno.EPERM: "This user has no permission for it",
     errno.EROFS: "The file system is read-only; use -o for another place",
-    errno.EMFILE: "Too many open files; raise the limit (ulimit -n)",
-    errno.ENFILE: "Too many open files on this machine",
+    errno.EMFILE: "Raise the limit (ulimit -n)",
+    errno.ENFILE: "That is all programs of this machine together",
     errno.ENOTDIR: "Something else has the name of a folder; remove it yourself",
     errno.ELOOP: "Something else has the name of a folder; remove it yourself",
     errno.EIO: "The disk reports a read or write error; check it (dmesg, smartctl)",
-    errno.ENOMEM: "Out of memory",
+    errno.ENOMEM: "There is too little memory, or the limit (ulimit -v) is too low",
     errno.ENAMETOOLONG: "The name is too long for this file system (a bundle's files are named after the source)",
 }
+_NAMELESS_HINTS = {errno.EAGAIN: "There are too many processes or threads, or the limit (ulimit -u) is too low"}
 
 
 def run_command(command: click.Command, name: str, arguments: Sequence[str] | None = None) -> int:
-    """Run a click command and give its exit status.  Every error becomes one message on stderr, never a traceback."""
+    """Run a click command and give its exit status.  Every error becomes one message on stderr, never a traceback.
+
+    Without `arguments` it is this process's own command, and the last thing that the process does.
+    """
+    _open_streams()
+    _show_warnings(name)
+    with needs_checked(), INTERRUPTS.caught(is_last=arguments is None):
+        try:
+            return _told(command, name, list(sys.argv[1:] if arguments is None else arguments))
+        except (KeyboardInterrupt, click.Abort):
+            return _interrupted(name)
+        except Exception:
+            # Where it cuts the loading of a module short, C code makes another error of it, as Python's own of \N{...}.
+            if not INTERRUPTS.was_raised:
+                raise
+            return _interrupted(name)
+
+
+def _interrupted(name: str) -> int:
+    with contextlib.suppress(KeyboardInterrupt):  # one more while stderr blocks
+        _fail(name, "interrupted", InterruptedRun.exit_code)
+    return InterruptedRun.exit_code
+
+
+def _told(command: click.Command, name: str, arguments: list[str]) -> int:
     try:
-        _open_streams()
-        _catch_signals()
-        _show_warnings(name)
-        # Not `command.main`, which answers a broken pipe by itself, with a status that would say something else.
-        with command.make_context(name, list(sys.argv[1:] if arguments is None else arguments)) as context:
-            status = command.invoke(context)
-        sys.stdout.flush()
-        return status if isinstance(status, int) else 0
-    except click.exceptions.Exit as stop:
-        return _flushed(name, stop.exit_code)
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
+        return _invoke(command, name, arguments)
     except BelError as error:
         return _fail(name, str(error), error.exit_code)
-    except (KeyboardInterrupt, click.Abort):
-        return _fail(name, "interrupted", InterruptedRun.exit_code)
     except MemoryError:
         return _fail(name, "out of memory", MachineError.exit_code)
     except OSError as error:
@@ -93,44 +105,57 @@ def run_command(command: click.Command, name: str, arguments: Sequence[str] | No
         return _fail(name, "the machine refuses another thread (limits on processes or memory)", MachineError.exit_code)
 
 
+def _invoke(command: click.Command, name: str, arguments: list[str]) -> int:
+    status = 0
+    try:
+        # Not `command.main`, which answers a broken pipe by itself, with a status that would say something else.
+        with command.make_context(name, arguments) as context:
+            answer = command.invoke(context)
+            status = answer if isinstance(answer, int) else 0
+    except click.exceptions.Exit as stop:
+        status = stop.exit_code
+    except click.ClickException as error:
+        with contextlib.suppress(OSError):  # nobody to tell; the status tells
+            error.show()
+        _flush_or_drop(sys.stderr)
+        status = error.exit_code
+    sys.stdout.flush()
+    return status
+
+
+class Utf8Text(click.types.StringParamType):
+    """A text, which is UTF-8 whatever the locale says: a prompt must not depend on it.  Bytes that are not stay surrogates."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The argument's bytes as they were typed, decoded anew."""
+        return os.fsencode(super().convert(value, param, ctx)).decode("utf-8", "surrogateescape")
+
+
 def json_option(command: F) -> F:
     """The `--json` that every command takes."""
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")(command)
 
 
-def _flushed(name: str, status: int) -> int:
-    try:
-        sys.stdout.flush()
-    except OSError as error:
-        return _os_failed(name, error)
-    return status
+def _open_streams() -> None:
+    open_closed()
+    if sys.stdout is None or sys.stdout is sys.__stdout__:  # else it was replaced on purpose
+        sys.stdout = named(sys.stdout, 1, STDOUT)
+    if sys.stderr is None or sys.stderr is sys.__stderr__:
+        sys.stderr = named(sys.stderr, 2, STDERR)
 
 
 def _os_failed(name: str, error: OSError) -> int:
-    """The message of an OSError.  Errors on files carry the file's name; one without is of a standard stream."""
-    if isinstance(error, BrokenPipeError) and error.filename is None:
-        for stream in (sys.stdout, sys.stderr):  # the reader of our output has gone: nobody is left to be told
-            _flush_or_drop(stream)
-        return CLOSED_PIPE
+    """The message of an OSError: errors on files carry the file's name, those on streams the stream's."""
     what = error.strerror or str(error)
-    if error.filename is None:
-        return _fail(name, f"standard output: {what}", MachineError.exit_code)
-    hint = _HINTS.get(error.errno or 0)
-    place = os.fsdecode(error.filename)
+    if isinstance(error.filename, StreamName):
+        if isinstance(error, BrokenPipeError):
+            for stream in (sys.stdout, sys.stderr):  # the reader of our output has gone: nobody is left to be told
+                _flush_or_drop(stream)
+            return CLOSED_PIPE
+        return _fail(name, f"{error.filename}: {what}", MachineError.exit_code)
+    place = "the machine refuses" if error.filename is None else os.fsdecode(error.filename)
+    hint = (_HINTS if error.filename is not None else _HINTS | _NAMELESS_HINTS).get(error.errno or 0)
     return _fail(name, f"{place}: {what}" + (f". {hint}" if hint else ""), MachineError.exit_code)
-
-
-def _open_streams() -> None:
-    """Give a closed standard stream the null device: else the first file that is opened would get its number and its text."""
-    for number in range(3):
-        try:
-            fcntl.fcntl(number, fcntl.F_GETFD)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)
-    if sys.stdout is None:
-        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - lives as long as the process
-    if sys.stderr is None:
-        sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
 
 
 class _SayWarnings(logging.Handler):
@@ -165,15 +190,6 @@ def _flush_or_drop(stream: TextIO) -> None:
         _to_null(stream)
 
 
-def _catch_signals() -> None:
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays in force
-            signal.signal(number, stop)
-
-
 def _fail(name: str, message: str, status: int) -> int:
     _flush_or_drop(sys.stdout)
     try:
@@ -203,15 +219,30 @@ def print_json(answer: dict[str, Any]) -> None:
     click.echo(json.dumps(answer, allow_nan=False))
 
 
+class _Unpadded:
+    """A stream that leaves out the spaces that rich fills lines up with."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write whole lines."""
+        return self._stream.write("\n".join(line.rstrip(" ") for line in text.split("\n")))
+
+
 def rich_console(*, err: bool = False, width: int | None = None) -> Console:
     """A console of rich's that leaves a broken pipe to `run_command`: rich would exit, with a misleading status."""
     from rich.console import Console
 
     class Lines(Console):
         def on_broken_pipe(self) -> None:
-            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE), STDERR if err else STDOUT)
 
-    return Lines(stderr=err, highlight=False, width=width)
+    stream = sys.stderr if err else sys.stdout
+    return Lines(file=stream if stream.isatty() else cast(IO[str], _Unpadded(stream)), highlight=False, width=width)
 
 
 def print_table(title: str, rows: list[tuple[str, str]], *, err: bool = False) -> None:
