@@ -10,15 +10,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import IO, Any
 
-from bel.formats.errors import InterruptedRun, MachineError, printable
+from bel.formats.bundle import is_bundle
+from bel.formats.errors import BadInputError, DamagedBundleError, InterruptedRun, MachineError
+from bel.profiler.output import file_identity
 from bel.profiler.recording import RecordRequest, RecordResult, error_from_json
+from bel.runtime.crash import crash_error, last_words
+from bel.runtime.file_watch import FileState
 
 # -P: a folder called bel in the current folder must not be imported instead of this package.
 WORKER = (sys.executable, "-P", "-m", "bel.profiler.record_worker")
-LAST_WORDS, LAST_WORDS_CHARS = 4, 290  # lines and characters of the library's output in a message
 _MAX_LINE_BYTES = 1 << 20
 
 
@@ -34,11 +36,12 @@ def record(
     holds all but the last block (`record_worker.FLUSH_TOKENS`).
 
     Raises InterruptedRun after KeyboardInterrupt, once the worker has closed the trace (a second interrupt kills it);
-    MachineError, with the library's last lines, where llama.cpp crashed or was killed; and whatever BelError or OSError
-    ended the worker.
+    MachineError, with the library's last lines, where llama.cpp crashed or was killed; DamagedBundleError (BadInputError for a
+    GGUF) where a file of the model was changed; and whatever BelError or OSError ended the worker.
     """
-    before = _identity(request.trace)
+    before = file_identity(request.trace)
     read_fd, write_fd = os.pipe()
+    files: list[FileState] = []
     with tempfile.TemporaryFile() as said, os.fdopen(read_fd, "rb") as events:
         environment = os.environ | {"GGML_NO_BACKTRACE": "1"}  # its debugger would take seconds and push the message away
         command = [*worker, str(write_fd)]
@@ -48,23 +51,34 @@ def record(
             )
         finally:
             os.close(write_fd)
-        (kind, body), interrupted = _listen(process, request, events, on_progress)
-        words = _last_words(said)
+        (kind, body), interrupted = _listen(process, request, events, files, on_progress)
+        said.seek(0)
+        words = said.read().decode("utf-8", "replace")
     left = "; nothing was recorded"
-    if _identity(request.trace) not in (None, before):
+    if file_identity(request.trace) not in (None, before):
         left = f"; what was recorded until then is in {request.trace}"
     if kind == "done":
         return RecordResult.from_json(body)
     if kind == "stopped" or (interrupted and kind in ("", "progress")):
         raise InterruptedRun(f"interrupted{left}")
     _raise_told(kind, body)
-    raise MachineError(f"{_death(process.returncode)}{left}{words}", path=str(request.model))
+    path, status = str(request.model), process.returncode
+    if status >= 0:
+        cause = f"the recording worker ended without a word (status {status}){left}{last_words(words)}"
+        raise MachineError(cause, path=path)
+    changed = DamagedBundleError if is_bundle(request.model) else BadInputError
+    raise crash_error(-status, files, changed, words, what="the recording", path=path, left=left)
 
 
 def _listen(
-    process: subprocess.Popen[bytes], request: RecordRequest, events: IO[bytes], on_progress: Callable[[int, int], None]
+    process: subprocess.Popen[bytes],
+    request: RecordRequest,
+    events: IO[bytes],
+    files: list[FileState],
+    on_progress: Callable[[int, int], None],
 ) -> tuple[tuple[str, Any], bool]:
-    """Follow the worker to its end; its last event, and whether this process was interrupted meanwhile."""
+    """Follow the worker to its end; its last event, and whether this process was interrupted meanwhile.  `files` gets those
+    of the model."""
     last: tuple[str, Any] = ("", None)
     interrupted, is_asked = False, False
     while True:
@@ -74,7 +88,10 @@ def _listen(
                 _ask(process, request)
             for line in iter(lambda: events.readline(_MAX_LINE_BYTES), b""):
                 last = _event(line)
-                if last[0] == "progress":
+                if last[0] == "files":
+                    files.extend(FileState(*row) for row in last[1])
+                    last = ("", None)
+                elif last[0] == "progress":
                     on_progress(*last[1])
             process.wait()
         except KeyboardInterrupt:
@@ -108,27 +125,3 @@ def _raise_told(kind: str, body: Any) -> None:
         raise OSError(number, os.strerror(number), name)
     if kind == "bug":
         raise RuntimeError(f"the recording worker failed:\n{body}")
-
-
-def _death(status: int) -> str:
-    if status == -signal.SIGKILL:
-        return "the recording was killed (SIGKILL), by hand or because memory ran out"
-    if status < 0:
-        return f"llama.cpp crashed ({signal.Signals(-status).name}) while it ran the model"
-    return f"the recording worker ended without a word (status {status})"
-
-
-def _last_words(said: IO[bytes]) -> str:
-    said.seek(0)
-    lines = [line for line in said.read().decode("utf-8", "replace").splitlines() if line.strip()]
-    words = "; ".join(lines[-LAST_WORDS:])[-LAST_WORDS_CHARS:]
-    return f". It said last: {printable(words)}" if words else ""
-
-
-def _identity(path: Path) -> tuple[int, ...] | None:
-    """What tells a file from another one that had its name before; None where there is none."""
-    try:
-        state = path.stat()
-    except OSError:
-        return None
-    return (state.st_ino, state.st_size, state.st_mtime_ns)

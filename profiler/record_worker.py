@@ -7,6 +7,7 @@ SIGINT, SIGTERM and SIGHUP stop the recording behind the token that is being com
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -33,6 +34,7 @@ from bel.runtime.compiled import stay_plain
 from bel.runtime.context import Context, ContextOptions
 from bel.runtime.counters import Counters
 from bel.runtime.engine import Engine, Model
+from bel.runtime.file_watch import FileWatch, file_changed, watch_model
 from bel.runtime.generate import next_token
 from bel.runtime.sampling import Chooser
 
@@ -144,6 +146,13 @@ class Recorder:
 def record(request: RecordRequest, events: Events) -> RecordResult:
     """Do all that a request asks for, in this process.  Raises what goes wrong; the trace is closed in order then too."""
     _check(request)
+    with watch_model(request.model) as watch:
+        events.send("files", watch.states)
+        return _record(request, events, watch)
+
+
+def _record(request: RecordRequest, events: Events, watch: FileWatch) -> RecordResult:
+    """`watch` has been there since before anything of the model was read."""
     source = open_source(request)
     layers = trace_layers(source)
     engine = Engine.open(request.engine)
@@ -158,7 +167,7 @@ def record(request: RecordRequest, events: Events) -> RecordResult:
 
     with (
         run_source(source, request, engine, sizes, observer) as run,
-        TraceWriter(request.trace, _header(request, source, layers, run.context), replace=request.replace) as trace,
+        _open_trace(request, _header(request, source, layers, run.context), watch) as trace,
     ):
         recorder = Recorder(run.context, observer, trace, None if run.bundle is None else run.bundle.cache.counters)
         try:
@@ -170,6 +179,25 @@ def record(request: RecordRequest, events: Events) -> RecordResult:
             raise
         cache = None if run.bundle is None else _cache_counts(run.bundle)
     return RecordResult(engine.name, engine.build, results, recorder.prompt_seconds, recorder.decode_seconds, cache)
+
+
+@contextlib.contextmanager
+def _open_trace(request: RecordRequest, header: TraceHeader, watch: FileWatch) -> Iterator[TraceWriter]:
+    """A trace that is closed in order however the block ends, but for one: a changed file of the model leaves it without its
+    end mark, so that it never counts as complete."""
+    trace = TraceWriter(request.trace, header, replace=request.replace)
+    try:
+        yield trace
+    finally:
+        changed = watch.changed()
+        if changed is not None:
+            trace.flush()
+            raise file_changed(changed, watch.kind, _left(request))
+        trace.close()
+
+
+def _left(request: RecordRequest) -> str:
+    return f"; what was recorded until then is in {request.trace}" if request.trace.exists() else "; nothing was recorded"
 
 
 def _cache_counts(run: BundleRun) -> CacheCounts:

@@ -22,16 +22,22 @@ from bel.runtime.context import Context, ContextOptions, Observer
 from bel.runtime.engine import Engine, Model, ModelOptions
 from bel.runtime.expert_cache import ExpertCache
 from bel.runtime.expert_observer import ExpertObserver
-from bel.runtime.file_watch import FileWatch
+from bel.runtime.file_watch import FileWatch, watch_bundle
 from bel.runtime.pager import Pager
 from bel.runtime.policies import Policy
 from bel.runtime.readers import open_reader
 from bel.runtime.skeleton import make_skeleton
-from bel.runtime.slot_budget import MemorySum, call_bytes, check_floor, fitting_slots, slots_bytes, uniform_slots
+from bel.runtime.slot_budget import (
+    PREFETCH_BYTES,
+    MemorySum,
+    ahead_bytes,
+    call_bytes,
+    check_floor,
+    fitting_slots,
+    slots_bytes,
+    uniform_slots,
+)
 
-PREFETCH_BYTES = 96 << 20
-_AHEAD_PART = 16
-"""Of the memory given, one part in so many at most is for experts that are read ahead."""
 _MIB = 1 << 20
 _BUFFER_LINE = re.compile(r"(KV|RS|compute) buffer size =\s*([\d.]+) MiB")
 
@@ -75,40 +81,43 @@ def open_run(
     options: ContextOptions | Callable[[Model], ContextOptions],
     slots: SlotOptions,
     inner: Observer | None = None,
+    watch: FileWatch | None = None,
 ) -> Iterator[BundleRun]:
     """Load a bundle and make a context on it.  `options` may be a function of the model, for sizes that depend on its tokens.
+
+    `watch` is one of `watch_bundle` from before anything of the bundle was checked, and stays the caller's; without it one
+    begins here.
 
     Raises DamagedBundleError for a bundle that is not whole, UsageError where slots or memory do not do, MachineError where
     the machine refuses.
     """
-    check_sizes(bundle)
-    check_headers(bundle)
     layers, manifest = bundle.manifest.layers, bundle.manifest
     process_bytes = rss_bytes()
     with contextlib.ExitStack() as stack:
+        watch = watch or stack.enter_context(watch_bundle(bundle))
+        check_sizes(bundle)
+        check_headers(bundle)
         arena = Arena(layers)
         stack.callback(arena.close)  # the last to go: the model's weights point into it
         reader = open_reader([bundle.path(row.name) for row in manifest.experts], kind=slots.reader)
         stack.callback(reader.close)
-        watch = FileWatch([bundle.path(row.name) for row in manifest.experts])
-        stack.callback(watch.close)
         pager = Pager(bundle, reader, watch=watch, checks=slots.checks)
-        model = stack.enter_context(load_bundle(engine, bundle))
+        model = stack.enter_context(load_bundle(engine, bundle, watch))
         observer = ExpertObserver(layers, manifest.tensors, arena, inner)
         sizes = options if isinstance(options, ContextOptions) else options(model)
         engine.log.clear()
         context = stack.enter_context(model.context(sizes, observer, observer.end))
         kv_bytes, compute_bytes = context_buffers(engine)
         other = process_bytes + manifest.dense.size_bytes + kv_bytes + compute_bytes
-        ahead_bytes = _ahead_bytes(slots)
-        counts = _counts(layers, slots, other, context.n_ubatch, ahead_bytes)
-        observer.cache = ExpertCache(pager, arena, slots.policy, counts, prefetch_bytes=ahead_bytes)
+        ahead = ahead_bytes(slots.prefetch_bytes, slots.ram_bytes)
+        counts = _counts(layers, slots, other, context.n_ubatch, ahead)
+        observer.cache = ExpertCache(pager, arena, slots.policy, counts, prefetch_bytes=ahead)
         memory = MemorySum(
             process=process_bytes,
             dense=manifest.dense.size_bytes,
             kv=kv_bytes,
             compute=compute_bytes,
-            call=call_bytes(layers, counts, context.n_ubatch, ahead_bytes),
+            call=call_bytes(layers, counts, context.n_ubatch, ahead),
             slots=slots_bytes(layers, counts),
         )
         wanted = slots.wanted or {}
@@ -116,23 +125,14 @@ def open_run(
         yield BundleRun(model, context, observer.cache, pager, layers, memory, uploaded)
 
 
-def _ahead_bytes(options: SlotOptions) -> int:
-    """What may be read ahead: of little memory a small part, for slots bring more."""
-    if options.ram_bytes is None:
-        return options.prefetch_bytes
-    return min(options.prefetch_bytes, options.ram_bytes // _AHEAD_PART)
-
-
-def _counts(
-    layers: Sequence[LayerLayout], options: SlotOptions, other_bytes: int, rows: int, ahead_bytes: int
-) -> tuple[int, ...]:
+def _counts(layers: Sequence[LayerLayout], options: SlotOptions, other_bytes: int, rows: int, ahead: int) -> tuple[int, ...]:
     """Slots of each layer; none for MTP blocks, which no run reaches."""
     given = [x for x in (options.slots, options.slots_by_layer, options.ram_bytes) if x is not None]
     if len(given) > 1:
         raise UsageError("slots, a plan and a memory budget exclude each other", hint="Give one of them")
     reached = [layer for layer in layers if not layer.is_mtp]
     if options.ram_bytes is not None:
-        counts = fitting_slots(reached, other_bytes, options.ram_bytes, rows, ahead_bytes)
+        counts = fitting_slots(reached, other_bytes, options.ram_bytes, rows, ahead)
     elif options.slots_by_layer is not None:
         plan = options.slots_by_layer
         missing = [layer.layer for layer in reached if layer.layer not in plan]
@@ -150,6 +150,7 @@ def _counts(
 def load_bundle(
     engine: Engine,
     bundle: Bundle,
+    watch: FileWatch,
     *,
     gpu_layers: int = 0,
     buffer_types: Sequence[tuple[str, Any]] = (),
@@ -176,7 +177,7 @@ def load_bundle(
         )
         engine.on_loading = skeleton.empty
         try:
-            model = engine.load_files([*map(bundle.path, names), skeleton.path], options)
+            model = engine.load_files([*map(bundle.path, names), skeleton.path], options, watch=watch)
         finally:
             engine.on_loading = None
         with model:

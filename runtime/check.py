@@ -25,6 +25,7 @@ from bel.runtime.choices import Choice, ChoiceObserver
 from bel.runtime.context import Context, ContextOptions, Observer
 from bel.runtime.differences import Differences
 from bel.runtime.engine import Engine, Model
+from bel.runtime.file_watch import FileWatch, watch_gguf
 from bel.runtime.logit_spool import ROW_DTYPE, LogitSpool
 
 Text = str | npt.NDArray[np.int32]
@@ -100,10 +101,12 @@ def check(
     Memory beside the model's: the logits of one batch.  Those of the whole run, float32, are on disk meanwhile.  Raises
     BadInputError where the bundle is not the source's or stock llama.cpp does not compute numbers, and whatever a run raises.
     """
-    check_source(bundle, source)
     observer, differences = ChoiceObserver(), Differences()
     with LogitSpool() as spool:
-        references, sizes = _run_stock(engine, source, prompts, options, spool, progress)
+        watch, source = watch_gguf(source.first.path)
+        with watch:
+            check_source(bundle, source)
+            references, sizes = _run_stock(engine, source, watch, prompts, options, spool, progress)
         with open_bundle_run(sizes, observer) as run:
             done, total = 0, _total(references, options)
             for reference in references:
@@ -144,6 +147,7 @@ def check_source(bundle: Bundle, source: GgufModel) -> None:
 def _run_stock(
     engine: Engine,
     source: GgufModel,
+    watch: FileWatch,
     prompts: Sequence[CheckPrompt],
     options: CheckOptions,
     spool: LogitSpool,
@@ -151,7 +155,7 @@ def _run_stock(
 ) -> tuple[list[_Reference], ContextOptions]:
     """What there is to compare with, and the sizes of the context, which are to be the same."""
     observer = ChoiceObserver()
-    with engine.load_files([header.path for header in source.files]) as model:
+    with engine.load_files([header.path for header in source.files], watch=watch) as model:
         room = (options.n_ctx or model.n_ctx_train or max(RANDOM_LENGTHS) + options.n_predict) - options.n_predict
         references = [_tokenized(model, prompt) for prompt in prompts or random_prompts(model.n_vocab, room)]
         sizes = _context_options(references, options)

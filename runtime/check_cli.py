@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bel.formats.console import SETTINGS, TOKENS, Progress, json_option, print_json, print_table, say
+from bel.formats.console import SETTINGS, TOKENS, Progress, Utf8Text, json_option, print_json, print_table, say
 from bel.formats.errors import DamagedBundleError, UsageError
 from bel.runtime.options_cli import PATH, run_options
 
@@ -30,7 +30,7 @@ TRIAL_CONTEXT = 32
 @run_options
 @click.option("--check-against", "source", type=PATH, required=True, metavar="MODEL.gguf", help="The bundle's source.")
 @click.option("-f", "files", type=PATH, multiple=True, help="Prompts: a file, or every file of a folder.  May be repeated.")
-@click.option("-p", "texts", multiple=True, help="A prompt.  May be repeated.  Without any: random tokens.")
+@click.option("-p", "texts", type=Utf8Text(), multiple=True, help="A prompt.  May be repeated.  Without any: random tokens.")
 @click.option("-n", "n_predict", type=click.IntRange(0), default=64, show_default=True, help="Tokens to generate for each.")
 @json_option
 def check_command(
@@ -101,6 +101,7 @@ def _open(options: RunOptions, sizes: ContextOptions, observer: Observer, answer
         for line in load_lines(running):
             say(NAME, line)
         yield run
+        running.finish()
         answer["load"] = {
             "slots_by_layer": {str(layer): count for layer, count in slots_by_layer(run).items()},
             "policy": running.policy,

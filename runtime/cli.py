@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bel.formats.console import SETTINGS, json_option, print_json, print_table, run_command, say
+from bel.formats.console import SETTINGS, Utf8Text, json_option, print_json, print_table, run_command, say
 from bel.formats.errors import BadInputError, InterruptedRun, UsageError
 from bel.formats.process import major_faults, peak_rss_bytes
 from bel.runtime.compiled import stay_plain
@@ -55,7 +55,7 @@ class _ByMode(click.Command):
 
 @click.command(cls=_ByMode, context_settings=SETTINGS)
 @run_options
-@click.option("-p", "text", help="The prompt.")
+@click.option("-p", "text", type=Utf8Text(), help="The prompt.")
 @click.option("-f", "file", type=PATH, help="The prompt in a file; - is standard input, as without -p and -f.")
 @click.option("-n", "n_predict", type=click.IntRange(0), default=128, show_default=True, help="Tokens to generate at most.")
 @click.option("--temp", "temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0 is greedy.")

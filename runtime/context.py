@@ -153,7 +153,8 @@ class Context:
 
         `all_logits` asks for the logits of each token and not of the last alone: without it the last layer computes
         the last token only.  Raises ContextFull where they do not fit, UsageError for a token that the vocabulary does not
-        have, MachineError where the library fails, and what the observer raised; after that the context is empty.
+        have, MachineError where the library fails, DamagedBundleError (BadInputError for a GGUF) where a file of the model was
+        changed, and what the observer raised; after that the context is empty.
         """
         library = self.model.engine.library
         count = self._fill(np.asarray(tokens, np.int64), all_logits)
@@ -164,6 +165,8 @@ class Context:
             with signals_deferred():
                 status = library.lib.llama_decode(self._pointer, batch[0])
                 self._leave()
+            if self._error is None:
+                self.model.watch.check()  # behind the computing: what it read was what had been checked
         except BaseException:  # of a handler: llama.cpp has the tokens already
             self.clear()
             raise

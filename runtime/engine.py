@@ -18,9 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from bel.formats.errors import BadInputError, BelError, printable
-from bel.formats.gguf_model import open_model
 from bel.formats.signals import signals_deferred
+from bel.runtime.black_box import black_box
 from bel.runtime.context import Context, ContextOptions, NativeCallback, Observer
+from bel.runtime.file_watch import FileWatch, watch_gguf
 from bel.runtime.llama_library import LlamaLibrary, open_library
 
 LOG_LINES = 100  # kept for a message after a failure; loading a model says about this much
@@ -65,6 +66,10 @@ class Engine:
         self.on_loading: Callable[[], None] | None = None
         """Called when a load has read all headers and no tensor yet."""
         self._line = ""
+        self._black_box = black_box()
+        if self._black_box is not None:  # its reader shows the words of an assertion; the library itself would print them
+            self._abort_callback = library.ffi.callback("abort_text_callback", self._on_abort)
+            library.lib.ggml_set_abort_callback(self._abort_callback)
         self._log_callback = library.ffi.callback("log_callback", self._on_log)
         library.lib.llama_log_set(self._log_callback, library.ffi.NULL)
         # Destructors of the library log after Python is gone: without this line they would call into a dead interpreter.
@@ -86,10 +91,21 @@ class Engine:
 
         Raises BadInputError where a file is no sound GGUF, before the library sees it, and where the library refuses it.
         """
-        return self.load_files([header.path for header in open_model(path).files], options)
+        watch, source = watch_gguf(path)
+        try:
+            return self.load_files([header.path for header in source.files], options, watch=watch, owns_watch=True)
+        except BaseException:
+            watch.close()
+            raise
 
-    def load_files(self, paths: Sequence[Path], options: ModelOptions | None = None) -> Model:
-        """Load a model from files that were scanned already, in the order of their shards."""
+    def load_files(
+        self, paths: Sequence[Path], options: ModelOptions | None = None, *, watch: FileWatch, owns_watch: bool = False
+    ) -> Model:
+        """Load a model from files that were scanned already, in the order of their shards.
+
+        `watch` has all files that the model is made of since before they were scanned; with `owns_watch` the model closes it.
+        Raises what the watch raises where one was changed.
+        """
         ffi, lib = self.library.ffi, self.library.lib
         options = options or ModelOptions()
         params = ffi.new("struct any_params *", lib.llama_model_default_params())
@@ -110,11 +126,19 @@ class Engine:
             placed = ffi.new("void *[]", [*pairs, ffi.NULL, ffi.NULL])
             fields.tensor_buft_overrides = placed
         names = [ffi.new("char[]", os.fsencode(path)) for path in paths]
+        if self._black_box is not None:
+            self._black_box.keep_files(watch.states, is_bundle=watch.is_bundle)
         with signals_deferred():
             pointer = lib.llama_model_load_from_splits(ffi.new("const char *[]", names), len(names), params[0])
+        try:
+            watch.check_names()
+        except BaseException:
+            if pointer != ffi.NULL:
+                lib.llama_model_free(pointer)
+            raise
         if pointer == ffi.NULL:
             raise self.failure(BadInputError, "llama.cpp does not load this model", path=str(paths[0]))
-        return Model(self, pointer, paths[0])
+        return Model(self, pointer, paths[0], watch, owns_watch=owns_watch)
 
     def failure(self, kind: type[BelError], cause: str, *, path: str | None = None) -> BelError:
         """An error that ends with what the library said last: its warnings and errors where there are any."""
@@ -126,23 +150,31 @@ class Engine:
         if level == _LOG_DEBUG:  # hundreds of lines for each context, which would push out the few that say something
             return
         piece = self.library.ffi.string(text)
-        if self.log_fd is not None and level in (_LOG_WARN, _LOG_ERROR):
-            os.write(self.log_fd, piece)
+        if level in (_LOG_WARN, _LOG_ERROR):
+            if self.log_fd is not None:
+                os.write(self.log_fd, piece)
+            if self._black_box is not None:
+                self._black_box.say(piece)
         *lines, self._line = (self._line + piece.decode("utf-8", "replace")).split("\n")
         self.log.extend((level, line) for line in lines if line.strip())
         if self.on_loading is not None and any(line.startswith(_LOADING) for line in lines):
             self.on_loading()
+
+    def _on_abort(self, text: Any) -> None:
+        assert self._black_box is not None, "it is only called for one"
+        self._black_box.say(self.library.ffi.string(text) + b"\n")
 
 
 _OPENED: dict[Path, Engine] = {}
 
 
 class Model:
-    """A loaded model.  Close it, or use it in a `with`, after its contexts."""
+    """A loaded model.  `watch` has the files that it is read from.  Close it, or use it in a `with`, after its contexts."""
 
-    def __init__(self, engine: Engine, pointer: Any, path: Path) -> None:
+    def __init__(self, engine: Engine, pointer: Any, path: Path, watch: FileWatch, *, owns_watch: bool = False) -> None:
         lib = engine.library.lib
-        self.engine, self.path, self._pointer = engine, path, pointer
+        self.engine, self.path, self.watch, self._pointer = engine, path, watch, pointer
+        self._owns_watch = owns_watch
         self._vocab = lib.llama_model_get_vocab(pointer)
         self.n_layer: int = lib.llama_model_n_layer(pointer)
         self.n_ctx_train: int = lib.llama_model_n_ctx_train(pointer)
@@ -160,6 +192,8 @@ class Model:
         pointer, self._pointer = self._pointer, None
         if pointer is not None:
             self.engine.library.lib.llama_model_free(pointer)
+        if self._owns_watch:
+            self.watch.close()
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> npt.NDArray[np.int32]:
         """Token ids (n,) of a text.  `parse_special`: names of special tokens in the text become those tokens.

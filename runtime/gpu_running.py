@@ -22,6 +22,7 @@ from bel.formats.units import MIB, format_bytes
 from bel.runtime.context import ContextOptions
 from bel.runtime.devices import find_gpu, free_device_bytes
 from bel.runtime.engine import Engine, Model
+from bel.runtime.file_watch import FileWatch
 from bel.runtime.first_check import check_dense, check_tails
 from bel.runtime.gpu_cache import Promise, needs_all_experts
 from bel.runtime.gpu_run import GpuRun
@@ -42,9 +43,13 @@ RESERVE_BYTES = 256 * MIB
 
 @contextlib.contextmanager
 def open_gpu(
-    options: RunOptions, bundle: Bundle, plan: Plan | None, sizes: Callable[[Model], ContextOptions]
+    options: RunOptions,
+    bundle: Bundle,
+    plan: Plan | None,
+    sizes: Callable[[Model], ContextOptions],
+    watch: FileWatch,
 ) -> Iterator[GpuRun]:
-    """Load a bundle with its slots on a GPU.
+    """Load a bundle, which `watch` watches, with its slots on a GPU.
 
     Raises MachineError where there is no GPU, or too little memory for the experts; UsageError for what does not go together.
     """
@@ -74,7 +79,7 @@ def open_gpu(
 
     has_own_memory = home.kind != home.abi.lib.ggml_backend_cpu_buffer_type()
     with (
-        load_pool(engine, bundle, one_thread, pool, home, used_bytes=used if has_own_memory else None) as loaded,
+        load_pool(engine, bundle, one_thread, pool, home, used_bytes=used if has_own_memory else None, watch=watch) as loaded,
         GpuRun(loaded, device, options.gpu or AUTO, policy, Promise(vram_bytes, used), keeps_promise=has_own_memory) as run,
     ):
         yield run

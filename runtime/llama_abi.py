@@ -21,6 +21,7 @@ that we know: fields that a newer library has behind them keep their defaults, a
 _ENUMS_AND_STRUCTS = """
 typedef bool (*eval_callback)(struct ggml_tensor * t, bool ask, void * user_data);
 typedef void (*log_callback)(int level, const char * text, void * user_data);
+typedef void (*abort_text_callback)(const char * text);
 
 struct ggml_tensor {
     int type;
@@ -124,6 +125,7 @@ struct %(name)s {
 FUNCTIONS = """
 const char * ggml_version(void);
 const char * ggml_commit(void);
+abort_text_callback ggml_set_abort_callback(abort_text_callback callback);
 size_t ggml_tensor_overhead(void);
 const char * ggml_op_name(int op);
 const char * ggml_type_name(int type);

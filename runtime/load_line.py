@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from statistics import median_low
 
+from bel.formats.experts_file import LayerLayout
 from bel.formats.units import format_bytes
 from bel.runtime.bundle_model import BundleRun
 from bel.runtime.running import Running, describe_promise
@@ -13,10 +14,24 @@ from bel.runtime.slot_budget import MARGIN_BYTES
 def load_lines(running: Running) -> list[str]:
     """What was loaded: a few lines."""
     trained, positions = running.model.n_ctx_train, running.n_positions
-    if not 0 < trained < positions:
-        return _loaded(running)
-    what = f"--context {positions} is more than the {trained} tokens that the model was trained for"
-    return [*_loaded(running), f"{what}: behind those it likely writes nonsense"]
+    lines = [*_loaded(running), *_clamped(running)]
+    if 0 < trained < positions:
+        what = f"--context {positions} is more than the {trained} tokens that the model was trained for"
+        lines.append(f"{what}: behind those it likely writes nonsense")
+    return lines
+
+
+def _clamped(running: Running) -> list[str]:
+    """What was asked for and cannot be."""
+    layers: tuple[LayerLayout, ...] = ()
+    if running.bundle is not None:
+        layers = running.bundle.layers
+    elif running.gpu is not None:
+        layers = running.gpu.loaded.layers
+    most = max((layer.n_expert for layer in layers if not layer.is_mtp), default=0)
+    if running.asked_slots is None or running.asked_slots <= most:
+        return []
+    return [f"--slots {running.asked_slots} is more than there are: clamped to the {most} experts of a layer"]
 
 
 def _loaded(running: Running) -> list[str]:

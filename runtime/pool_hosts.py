@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from bel.formats.bundle import Bundle
 from bel.formats.experts_file import LayerLayout
-from bel.runtime.file_watch import FileWatch
 from bel.runtime.pager import Pager
 from bel.runtime.pool_home import Home
 from bel.runtime.pool_room import HostRoom
@@ -42,17 +41,13 @@ class HostExperts(HostRoom):
 
 @contextlib.contextmanager
 def bundle_pager(bundle: Bundle, kind: str, checks: bool) -> Iterator[Pager]:
-    """A pager of a bundle's files; nothing is on its way any more once it is left."""
+    """A pager of a bundle's files, which the model watches; nothing is on its way any more once it is left."""
     paths = [bundle.path(row.name) for row in bundle.manifest.experts]
-    watch = FileWatch(paths)
+    pager = Pager(bundle, open_reader(paths, kind=kind), checks=checks)
     try:
-        pager = Pager(bundle, open_reader(paths, kind=kind), watch=watch, checks=checks)
-        try:
-            yield pager
-        except BaseException:
-            pager.abandon()
-            raise
-        finally:
-            pager.close()
+        yield pager
+    except BaseException:
+        pager.abandon()
+        raise
     finally:
-        watch.close()
+        pager.close()

@@ -20,6 +20,7 @@ from bel.formats.units import format_bytes
 from bel.runtime.bundle_model import check_headers, load_bundle
 from bel.runtime.context import ContextOptions
 from bel.runtime.engine import Engine, Model
+from bel.runtime.file_watch import FileWatch, watch_bundle
 from bel.runtime.pool_graph import ARCHITECTURES, ChoiceObserver, GraphLearner, LayerGraph, choose_first, scratch_bytes
 from bel.runtime.pool_home import Home
 from bel.runtime.pool_hosts import HostExperts
@@ -59,12 +60,11 @@ def load_pool(
     home: Home,
     *,
     used_bytes: Callable[[], int] | None = None,
+    watch: FileWatch | None = None,
 ) -> Iterator[LoadedPool]:
-    """Load a bundle for slots in `home`.  Arguments and errors are those of `open_pool`."""
+    """Load a bundle for slots in `home`.  Arguments and errors are those of `open_pool`; `watch` is that of `open_run`."""
     check_options(pool)
     check_architecture(bundle)
-    check_sizes(bundle)
-    check_headers(bundle)
     places = [place for place, layer in enumerate(bundle.manifest.layers) if not layer.is_mtp]
     layers = tuple(bundle.manifest.layers[place] for place in places)
     stage = stage_bytes(_shapes(bundle, layers), home.reads_ahead)
@@ -72,9 +72,12 @@ def load_pool(
     if pool.has_tiers:
         host_counts(pool, layers, least)
     with contextlib.ExitStack() as stack:
+        watch = watch or stack.enter_context(watch_bundle(bundle))
+        check_sizes(bundle)
+        check_headers(bundle)
         # What is pushed is closed in reverse: first the model, then what its weights may point into.
         late = stack.enter_context(contextlib.ExitStack())
-        model = stack.enter_context(_load(engine, bundle, home))
+        model = stack.enter_context(_load(engine, bundle, watch, home))
         sizes = options if isinstance(options, ContextOptions) else options(model)
         graphs, taken = _learn(model, bundle, layers, home, sizes, used_bytes)
         counts = slot_counts(_less(pool, taken), layers, stage)
@@ -119,7 +122,7 @@ def _shapes(bundle: Bundle, layers: Sequence[LayerLayout]) -> list[list[StackSha
 
 
 @contextlib.contextmanager
-def _load(engine: Engine, bundle: Bundle, home: Home) -> Iterator[Model]:
+def _load(engine: Engine, bundle: Bundle, watch: FileWatch, home: Home) -> Iterator[Model]:
     names = [re.escape(row.name) for row in bundle.manifest.tensors if row.dest == EXPERTS]
     slot_type = SlotType(home)
     pattern = f"^({'|'.join(names)})$"
@@ -128,7 +131,7 @@ def _load(engine: Engine, bundle: Bundle, home: Home) -> Iterator[Model]:
             # The CPU is no device that layers go to.  Of several GPUs only this one may have layers.
             device = home.abi.number(home.device) if home.gpu_layers else None
             types = [(pattern, slot_type.pointer)]
-            loading = load_bundle(engine, bundle, gpu_layers=home.gpu_layers, buffer_types=types, device=device)
+            loading = load_bundle(engine, bundle, watch, gpu_layers=home.gpu_layers, buffer_types=types, device=device)
             model = stack.enter_context(loading)
         yield model
 

@@ -16,14 +16,15 @@ from bel.formats.plan import Plan
 from bel.formats.plan_json import load_plan
 from bel.formats.process import rss_bytes
 from bel.formats.units import MIB, format_bytes
-from bel.runtime.bundle_model import PREFETCH_BYTES, BundleRun, SlotOptions, context_buffers, open_run
+from bel.runtime.bundle_model import BundleRun, SlotOptions, context_buffers, open_run
 from bel.runtime.context import Context, ContextOptions, Observer
 from bel.runtime.engine import Engine, Model
+from bel.runtime.file_watch import watch_bundle
 from bel.runtime.first_check import check_dense, check_tails
 from bel.runtime.free_memory import free_bytes
 from bel.runtime.policies import parse_policy
 from bel.runtime.run_options import AUTO, DEFAULT_CONTEXT, DEFAULT_POLICY, POOL_WAYS, STOCK_WAYS, RunOptions
-from bel.runtime.slot_budget import TooLittleMemory
+from bel.runtime.slot_budget import PREFETCH_BYTES, TooLittleMemory
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,7 +47,7 @@ class Running:
 
     `opened` is the context that it began with, and `context` the one in force.  `promised_bytes` is the memory that the run
     keeps to, None where slots were given instead; `is_default` says that it was taken from what is free.  `n_positions`: how
-    many tokens the context is good for.
+    many tokens the context is good for.  `asked_slots` is what --slots said.
     """
 
     model: Model
@@ -58,6 +59,7 @@ class Running:
     n_positions: int
     gpu: GpuRun | None = None
     stock_gpu: StockGpuRun | None = None
+    asked_slots: int | None = None
 
     @property
     def context(self) -> Context:
@@ -71,7 +73,11 @@ class Running:
         return None if own is None else own.counts
 
     def finish(self) -> None:
-        """Nothing more is computed: llama.cpp tells what its own cache did when it is freed."""
+        """Nothing more is computed: llama.cpp tells what its own cache did when it is freed.  Before any answer is given.
+
+        Raises what the watch of the model's files raises where one was changed.
+        """
+        self.model.watch.check()
         own = self.stock_gpu if self.gpu is None else self.gpu
         if own is not None:
             own.finish()
@@ -95,8 +101,8 @@ def open_running(options: RunOptions, inner: Observer | None = None, *, all_logi
     """Load what the options name.  `inner` may look at every node of the graphs.  `all_logits`: those of each token of a
     decode may be asked for, not of the last alone.
 
-    Raises UsageError for options that do not go together or do not fit, BadInputError and DamagedBundleError for the files,
-    MachineError where the machine refuses.
+    Raises UsageError for options that do not go together or do not fit, BadInputError and DamagedBundleError for the files
+    (also in the place of any error of the block, where one was changed meanwhile), MachineError where the machine refuses.
     """
 
     def sizes(model: Model) -> ContextOptions:
@@ -108,7 +114,11 @@ def open_running(options: RunOptions, inner: Observer | None = None, *, all_logi
 
     opener = _open_stock if options.stock else _open_bundle if options.gpu is None else _open_gpu
     with opener(options, sizes, inner) as running:
-        yield running
+        try:
+            yield running
+        except Exception:
+            running.model.watch.check()  # for then whatever went wrong did so for that
+            raise
 
 
 @contextlib.contextmanager
@@ -187,10 +197,13 @@ def _open_gpu(options: RunOptions, sizes: Callable[[Model], ContextOptions], inn
             hint=f"Make a bundle: bel-repack {options.path}",
         )
     bundle = open_bundle(options.path)
-    plan = None if options.plan is None else checked_plan(options.plan, bundle)
-    with open_gpu(options, bundle, plan, sizes) as run:
+    with contextlib.ExitStack() as stack:
+        watch = stack.enter_context(watch_bundle(bundle))
+        plan = None if options.plan is None else checked_plan(options.plan, bundle)
+        run = stack.enter_context(open_gpu(options, bundle, plan, sizes, watch))
         model, context = run.loaded.model, run.context
-        yield Running(model, context, None, None, None, False, _positions(options, model, context), gpu=run)
+        positions, asked = _positions(options, model, context), options.slots
+        yield Running(model, context, None, None, None, False, positions, gpu=run, asked_slots=asked)
 
 
 @contextlib.contextmanager
@@ -202,22 +215,24 @@ def _open_bundle(options: RunOptions, sizes: Callable[[Model], ContextOptions], 
             hint=f"Make a bundle: bel-repack {options.path}; or run the GGUF as llama.cpp does: --stock",
         )
     bundle = open_bundle(options.path)
-    slots, promised_bytes, is_default = _slot_options(options, bundle)
-    if options.checks:
-        check_sizes(bundle)
-        check_dense(bundle)
-        check_tails(bundle)
-    engine = Engine.open(options.engine)
     with contextlib.ExitStack() as stack:
+        watch = stack.enter_context(watch_bundle(bundle))
+        slots, promised_bytes, is_default = _slot_options(options, bundle)
+        if options.checks:
+            check_sizes(bundle)
+            check_dense(bundle)
+            check_tails(bundle)
+        engine = Engine.open(options.engine)
         try:
-            run = stack.enter_context(open_run(engine, bundle, sizes, slots, inner))
+            run = stack.enter_context(open_run(engine, bundle, sizes, slots, inner, watch))
         except TooLittleMemory as error:
             if not is_default:
                 raise
             said = "no --ram was given, and this is what is free here, less a reserve for others"
             raise UsageError(f"{error.cause}; {said}", hint=error.hint) from None
         positions = _positions(options, run.model, run.context)
-        yield Running(run.model, run.context, run, slots.policy.name, promised_bytes, is_default, positions)
+        policy, asked = slots.policy.name, options.slots
+        yield Running(run.model, run.context, run, policy, promised_bytes, is_default, positions, asked_slots=asked)
 
 
 def _slot_options(options: RunOptions, bundle: Bundle) -> tuple[SlotOptions, int | None, bool]:
@@ -246,7 +261,8 @@ def _slot_options(options: RunOptions, bundle: Bundle) -> tuple[SlotOptions, int
 def checked_plan(path: Path, bundle: Bundle) -> Plan:
     """The plan of a file, which must be one for this bundle's model.  Raises BadInputError, naming both, where it is not."""
     if not path.is_file():
-        raise BadInputError("no such plan", path=str(path), hint="`bel-profile plan` makes one")
+        what = "this is not a plan, which is a file" if path.exists() else "no such plan"
+        raise BadInputError(what, path=str(path), hint="`bel-profile plan` makes one")
     plan = load_plan(path)
     reached = {x.layer: (x.n_expert, x.n_used) for x in bundle.manifest.layers if not x.is_mtp}
     planned = {x.layer: (x.n_expert, x.top_k) for x in plan.layers}

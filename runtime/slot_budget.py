@@ -11,6 +11,10 @@ from bel.formats.units import format_bytes
 
 MARGIN_BYTES = 24 << 20
 """What no line of the sum has: page tables, the allocator's slack, buffers of the readers."""
+PREFETCH_BYTES = 96 << 20
+"""What is read ahead at most."""
+_AHEAD_PART = 16
+"""Of the memory given, one part in so many at most is for experts that are read ahead."""
 _NEXT_RUN_BYTES = 4 << 20
 """The program takes a little more or less memory from run to run: what a message names shall be enough the next time."""
 
@@ -38,6 +42,11 @@ class MemorySum:
     def total(self) -> int:
         """All of it with the margin."""
         return self.process + self.dense + self.kv + self.compute + self.call + self.slots + MARGIN_BYTES
+
+
+def ahead_bytes(prefetch_bytes: int, ram_bytes: int | None) -> int:
+    """What may be read ahead of `prefetch_bytes`: where memory is limited a small part of it, for slots bring more."""
+    return prefetch_bytes if ram_bytes is None else min(prefetch_bytes, ram_bytes // _AHEAD_PART)
 
 
 def call_bytes(layers: Sequence[LayerLayout], slots: Sequence[int], rows: int, prefetch_bytes: int) -> int:

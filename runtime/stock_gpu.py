@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bel.formats.errors import MachineError, UsageError
 from bel.formats.experts import find_experts
-from bel.formats.gguf_model import GgufModel, open_model
+from bel.formats.gguf_model import GgufModel
 from bel.formats.units import format_bytes
 from bel.runtime.context import Context, ContextOptions, Observer
 from bel.runtime.devices import (
@@ -27,6 +27,7 @@ from bel.runtime.devices import (
     host_buffer_type,
 )
 from bel.runtime.engine import Engine, Model, ModelOptions
+from bel.runtime.file_watch import FileWatch, watch_gguf
 from bel.runtime.free_memory import free_bytes
 from bel.runtime.llama_abi import CONTEXT_LAYOUTS, HOW_TO_INSTALL
 from bel.runtime.stock_cache import CacheCounts, CacheSizes, cache_sizes, gguf_layers, read_counts, read_slots
@@ -102,7 +103,15 @@ def open_stock_gpu(
 def load_stock_gpu(engine: Engine, path: Path, options: StockGpuOptions) -> Iterator[tuple[Model, Device]]:
     """The model alone, for several contexts on it: of `options`, only `cache_bytes` may differ between them."""
     device = find_gpu(engine, options.gpu_number)
-    source = open_model(path)
+    watch, source = watch_gguf(path)
+    with watch, _loaded(engine, device, source, options, watch) as model:
+        if options.experts == "cache" and options.load_mode != "mmap" and not options.forced:
+            _check_pinned(engine, device)
+        yield model, device
+
+
+@contextlib.contextmanager
+def _loaded(engine: Engine, device: Device, source: GgufModel, options: StockGpuOptions, watch: FileWatch) -> Iterator[Model]:
     check_options(engine, device, source, options)
     on_host = options.experts != "gpu"
     loading = ModelOptions(
@@ -112,10 +121,8 @@ def load_stock_gpu(engine: Engine, path: Path, options: StockGpuOptions) -> Iter
         buffer_types=[(EXPERTS, cpu_buffer_type(engine))] if on_host else (),
     )
     engine.log.clear()
-    with engine.load_files([header.path for header in source.files], loading) as model:
-        if options.experts == "cache" and options.load_mode != "mmap" and not options.forced:
-            _check_pinned(engine, device)
-        yield model, device
+    with engine.load_files([header.path for header in source.files], loading, watch=watch) as model:
+        yield model
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterator
 from types import FrameType
 
-from bel.formats.signals import STOPPING
+from bel.formats.signals import INTERRUPTS, STOPPING
 
 
 class StopRequest:
@@ -19,8 +19,11 @@ class StopRequest:
     def __call__(self) -> bool:
         return self.is_made
 
-    def note(self, _number: int, _frame: FrameType | None) -> None:
-        """Signal handler.  Raises KeyboardInterrupt from the second signal on."""
+    def note(self, number: int, _frame: FrameType | None) -> None:
+        """Signal handler.  Raises KeyboardInterrupt from the second signal on; a repeat of the first, which reaches a process
+        both from a terminal and from its parent, is none, not even behind the end of the block."""
+        if not INTERRUPTS.counts(number):
+            return
         if self.is_made:
             raise KeyboardInterrupt
         self.is_made = True

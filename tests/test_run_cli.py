@@ -343,6 +343,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "a folder as prompt": (("BUNDLE", "-f", "/"), 3, ("not a file",)),
     "no such bundle": (("nowhere.bel", "-p", "x"), 3, ("nowhere.bel", "no such bundle")),
     "no such plan": (("BUNDLE", "-p", "x", "--plan", "nowhere.json"), 3, ("nowhere.json", "no such plan")),
+    "a folder as plan": (("BUNDLE", "-p", "x", "--plan", "/"), 3, ("not a plan", "which is a file")),
     "an unknown policy": (("BUNDLE", "-p", "x", "--policy", "best"), 2, ("'best'", "lfu-decay:R")),
     "fewer slots than top-k": (("BUNDLE", "-p", "x", "--slots", "3"), 2, ("top-k", "--slots 4")),
     "a GPU": (("BUNDLE", "-p", "x", "--gpu", "1"), 5, ("there is no GPU", "docs/gpu.md")),

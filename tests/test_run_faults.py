@@ -131,6 +131,14 @@ def test_a_context_that_cannot_be_is_refused_with_one_that_can(made: Path) -> No
     assert json.loads(done.stdout)["tokens"]
 
 
+@pytest.mark.parametrize(("slots", "is_said"), [(33, True), (32, False)])
+def test_more_slots_than_experts_are_clamped_with_a_word(made: Path, slots: int, is_said: bool) -> None:
+    command = [*RUN, str(made), "-p", "x", "-n", "1", "--threads", "1", "--json", "--slots", str(slots)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert set(json.loads(done.stdout)["load"]["slots_by_layer"].values()) == {32}
+    assert (f"--slots {slots} is more than there are: clamped to the 32 experts of a layer" in done.stderr) == is_said
+
+
 def test_the_default_context_is_not_more_than_the_model_was_trained_for(made: Path) -> None:
     done = subprocess.run([*RUN, str(made), "-p", "x", "-n", "1", "--json"], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["load"]["n_ctx"] == 512

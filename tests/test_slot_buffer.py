@@ -20,6 +20,7 @@ from bel.runtime import pool_abi
 from bel.runtime.bundle_model import load_bundle
 from bel.runtime.context import ContextOptions
 from bel.runtime.engine import Engine, Model
+from bel.runtime.file_watch import watch_bundle
 from bel.runtime.pool_abi import USAGE_WEIGHTS, PoolAbi, check_buffer, check_type, open_pool_abi
 from bel.runtime.pool_home import Home, cpu_home
 from bel.runtime.slot_buffer import CLAIMED_BYTES, SlotType
@@ -43,11 +44,12 @@ def home() -> Home:
 def loaded(tiny: Path, home: Home) -> Iterator[Model]:
     bundle = open_bundle(tiny)
     names = "|".join(re.escape(row.name) for row in bundle.manifest.tensors if row.dest == EXPERTS)
-    with SlotType(home) as kind:
-        model = load_bundle(Engine.open(), bundle, buffer_types=[(f"^({names})$", kind.pointer)])
-        opened = model.__enter__()
-    yield opened
-    model.__exit__(None, None, None)
+    with watch_bundle(bundle) as watch:
+        with SlotType(home) as kind:
+            model = load_bundle(Engine.open(), bundle, watch, buffer_types=[(f"^({names})$", kind.pointer)])
+            opened = model.__enter__()
+        yield opened
+        model.__exit__(None, None, None)
 
 
 class Weights:
