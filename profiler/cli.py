@@ -141,7 +141,7 @@ def import_file(file: Path, kind: str, workload: str | None, output: Path, force
       bel-profile import counts.json --from counts-json --workload code -o code.json
     """
     label = workload_label(workload, output)
-    check_inputs([file])
+    check_inputs([file], files=True)
     check_output(output, [file], force=force, replaces=FORMAT if kind == "counts-json" else "")
     if kind == "counts-json":
         from bel.profiler.importers_counts import read_counts_json

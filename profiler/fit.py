@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from bel.formats.errors import UsageError
+from bel.formats.experts_file import LayerLayout
 from bel.formats.trace_header import TraceLayer
 from bel.formats.units import GIB, MIB, format_bytes
 from bel.profiler.attention import Keys
 from bel.profiler.compute_buffer import compute_bytes
 from bel.profiler.footprint import Footprint, SlotLayer
-from bel.profiler.kv_cache import CacheBytes, cache_bytes
+from bel.profiler.kv_cache import CacheBytes, cache_bytes, ubatch_tokens
 from bel.profiler.slot_budgets import SLOTS, read_budgets
+from bel.runtime import slot_budget
 
 GPU_MARGIN_BYTES, GPU_MARGIN_SHARE = 512 * MIB, 16
 """Left free in VRAM for the driver's context and fragments: this much, or one part in so many of a small GPU."""
 RAM_MARGIN_BYTES, RAM_MARGIN_SHARE = 2 * GIB, 8
 """Left free in RAM for the system and the process itself: this much, or one part in so many of a small machine."""
+PROCESS_BYTES = 52 * MIB
+"""Without a GPU the margin is no less than the program itself (48 MiB were measured) with `slot_budget.MARGIN_BYTES`: where
+that is more, it is what `bel-run --ram` counts."""
+_LEAST_MARGIN_BYTES = PROCESS_BYTES + slot_budget.MARGIN_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +44,8 @@ class Fit:
 
     `fixed_bytes`: what must be there before any slot, margin and stage included; `room_bytes`: what is left for slots, negative
     where something is missing; `floor_bytes`: top-k slots in each layer.  `stage_bytes`: room in VRAM for all experts of one
-    layer, which a prompt goes through where not all have a slot (`bel-run --gpu`).  Without `fits` there are no slots.
+    layer, which a prompt goes through where not all have a slot (`bel-run --gpu`).  `call_bytes`: without a GPU, experts of one
+    call that have no slot, as `bel-run` counts them.  Without `fits` there are no slots.
     `in_ram_bytes` and `on_disk_bytes` are the experts without a slot.  `notes` belong on stderr.
     """
 
@@ -48,6 +55,7 @@ class Fit:
     compute_bytes: int
     margin_bytes: int
     stage_bytes: int
+    call_bytes: int
     fixed_bytes: int
     room_bytes: int
     floor_bytes: int
@@ -102,28 +110,65 @@ def solve(model: Footprint, question: Question) -> Fit:
     layers = model.reached
     caches = cache_bytes(model.metadata, question.context, question.cache_type)
     compute = compute_bytes(model.metadata, question.context)
-    margin = _gpu_margin(question.vram_bytes) if question.vram_bytes else _ram_margin(question.ram_bytes)
+    margin = (
+        _gpu_margin(question.vram_bytes) if question.vram_bytes else max(_ram_margin(question.ram_bytes), _LEAST_MARGIN_BYTES)
+    )
     fixed = _dense_bytes(model, question) + caches.total_bytes + compute + margin
     stage = _stage_bytes(question, layers, fixed)
     fixed += stage
     room = (question.vram_bytes or question.ram_bytes) - fixed
     notes = [*model.notes, *_cache_notes(model, question.context, caches)]
-    if question.slots_bytes is not None:
-        if room < question.slots_bytes and room < sum(x.all_bytes for x in layers):
-            notes.append(f"--slots-bytes {question.slots_bytes} is more than the {max(room, 0)} bytes that are left for slots")
-        room = min(room, question.slots_bytes)
+    if question.slots_bytes is not None and room < min(question.slots_bytes, sum(x.all_bytes for x in layers)):
+        notes.append(f"--slots-bytes {question.slots_bytes} is more than the {max(room, 0)} bytes that are left for slots")
+    limit = room if question.slots_bytes is None else min(room, question.slots_bytes)
     floor = slots_bytes(layers, [x.top_k for x in layers])
     if question.slots_bytes is not None and question.slots_bytes < floor:
         raise _budget_below_floor(question.slots_bytes, floor)
-    slots = largest_slots(layers, room)
+    beside = _Beside(layers, question, room - limit)
+    slots = largest_slots(layers, limit, beside.over)
     if question.slots is not None:
         is_whole_free = stage > 0 and not _stage_bytes(replace(question, slots=None), layers, fixed - stage)
-        slots = _asked(question.slots, layers, slots, room, notes, is_whole_free=is_whole_free)
+        slots = _asked(question.slots, layers, slots, limit, beside.over, notes, is_whole_free=is_whole_free)
     chosen = spread(layers, slots) if slots else (0,) * len(layers)
+    call = beside(chosen if slots else [x.top_k for x in layers])
     rest = sum(x.all_bytes for x in layers) - slots_bytes(layers, chosen)
     in_ram = min(rest, max(0, question.ram_bytes - _ram_margin(question.ram_bytes) - model.input_bytes))
     in_ram = in_ram if question.vram_bytes else 0
-    return Fit(model, question, caches, compute, margin, stage, fixed, room, floor, chosen, in_ram, rest - in_ram, tuple(notes))
+    return Fit(
+        model,
+        question,
+        caches,
+        compute,
+        margin,
+        stage,
+        call,
+        fixed + call,
+        min(limit, room - call),
+        floor,
+        chosen,
+        in_ram,
+        rest - in_ram,
+        tuple(notes),
+    )
+
+
+class _Beside:
+    """Bytes that `bel-run` counts beside so many slots of each layer for the experts of one call; none with a GPU."""
+
+    def __init__(self, layers: Sequence[SlotLayer], question: Question, spare_bytes: int = 0) -> None:
+        self._spare_bytes = spare_bytes
+        self._rows = 0 if question.vram_bytes else ubatch_tokens(question.context)
+        self._layers = [LayerLayout(x.layer, x.n_expert, x.top_k, False, 0, 0, x.stride_bytes, ()) for x in layers]
+
+    def __call__(self, slots: Sequence[int]) -> int:
+        if not self._rows:
+            return 0
+        # With little memory a run reads less ahead; how little is not known while it is asked what would be enough.
+        return slot_budget.call_bytes(self._layers, slots, self._rows, slot_budget.PREFETCH_BYTES)
+
+    def over(self, slots: Sequence[int]) -> int:
+        """What of it `spare_bytes` do not hold: memory that a budget of slots leaves unused."""
+        return max(0, self(slots) - self._spare_bytes)
 
 
 def _dense_bytes(model: Footprint, question: Question) -> int:
@@ -162,16 +207,15 @@ def spread(layers: Sequence[SlotLayer], slots: int) -> tuple[int, ...]:
     return tuple(min(max(slots, x.top_k), x.n_expert) for x in layers)
 
 
-def largest_slots(layers: Sequence[SlotLayer], room_bytes: int) -> int:
-    """The most slots in every layer (see `spread`) that take no more than `room_bytes`; 0 where top-k do not fit."""
-    low, high = min(x.top_k for x in layers) - 1, max(x.n_expert for x in layers)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if slots_bytes(layers, spread(layers, middle)) <= room_bytes:
-            low = middle
-        else:
-            high = middle - 1
-    return low if slots_bytes(layers, spread(layers, low)) <= room_bytes else 0
+def largest_slots(layers: Sequence[SlotLayer], room_bytes: int, beside: Callable[[Sequence[int]], int]) -> int:
+    """The most slots in every layer (see `spread`) that with what is beside them take no more than `room_bytes`; 0 for none."""
+    for slots in range(max(x.n_expert for x in layers), min(x.top_k for x in layers) - 1, -1):
+        counts = spread(layers, slots)
+        taken = slots_bytes(layers, counts)
+        # In this order: the sum of a call is dearer.
+        if taken <= room_bytes and taken + beside(counts) <= room_bytes:
+            return slots
+    return 0
 
 
 def least_slots(layers: Sequence[SlotLayer], share: float) -> int:
@@ -186,7 +230,16 @@ def least_slots(layers: Sequence[SlotLayer], share: float) -> int:
     return low
 
 
-def _asked(asked: int, layers: Sequence[SlotLayer], most: int, room: int, notes: list[str], *, is_whole_free: bool) -> int:
+def _asked(
+    asked: int,
+    layers: Sequence[SlotLayer],
+    most: int,
+    room: int,
+    beside: Callable[[Sequence[int]], int],
+    notes: list[str],
+    *,
+    is_whole_free: bool,
+) -> int:
     """The slots asked for, at most a layer's experts.  `is_whole_free`: all experts would fit, since they need no stage."""
     top = max(x.top_k for x in layers)
     if asked < top:
@@ -198,6 +251,7 @@ def _asked(asked: int, layers: Sequence[SlotLayer], most: int, room: int, notes:
     if budget.note:
         notes.append(budget.note)
     need = slots_bytes(layers, budget.slots)
+    room -= beside(budget.slots)
     if need > room:
         hint = f"The largest number of slots that fits is {most} in each layer"
         if is_whole_free:
@@ -231,13 +285,20 @@ def _ram_margin(ram_bytes: int) -> int:
     return min(RAM_MARGIN_BYTES, ram_bytes // RAM_MARGIN_SHARE)
 
 
-def memory_for(fit: Fit, slots_bytes: int) -> int:
-    """The least VRAM (without a GPU: RAM) with room for so many bytes of slots, margin and stage included."""
-    others = fit.fixed_bytes - fit.margin_bytes - fit.stage_bytes
+def _run_margin(ram_bytes: int) -> int:
+    """Where the slots are in RAM."""
+    return max(_ram_margin(ram_bytes), _LEAST_MARGIN_BYTES)
+
+
+def memory_for(fit: Fit, slots: Sequence[int]) -> int:
+    """The least VRAM (without a GPU: RAM) with room for so many slots of each layer, margin and stage included."""
+    layers, others = fit.model.reached, fit.dense_bytes + fit.caches.total_bytes + fit.compute_bytes
+    used = slots_bytes(layers, slots)
     if not fit.is_gpu:
-        return _with_margin(others + slots_bytes, RAM_MARGIN_BYTES, RAM_MARGIN_SHARE)
+        need = others + used + _Beside(layers, fit.question)(slots)
+        return max(_with_margin(need, RAM_MARGIN_BYTES, RAM_MARGIN_SHARE), need + _LEAST_MARGIN_BYTES)
     # Where all experts have slots there is no stage, so a small model may need less for more slots.
-    used = min(slots_bytes + _largest_layer(fit.model.reached), fit.experts_bytes)
+    used = min(used + _largest_layer(layers), fit.experts_bytes)
     return _with_margin(others + used, GPU_MARGIN_BYTES, GPU_MARGIN_SHARE)
 
 

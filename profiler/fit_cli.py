@@ -105,6 +105,7 @@ def _print(fit: Fit, words: str, next_steps: list[str]) -> None:
         ("margin left free", format_bytes(fit.margin_bytes)),
     ]
     rows += [("a layer's stage, for prompts", format_bytes(fit.stage_bytes))] if fit.stage_bytes else []
+    rows += [("experts of one call", format_bytes(fit.call_bytes))] if fit.call_bytes else []
     slots = (
         f"{format_bytes(fit.slots_bytes)}: {slot_words(fit)} of {expert_words(fit)} experts in each of {len(fit.slots)} layers"
     )

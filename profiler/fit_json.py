@@ -36,6 +36,7 @@ def fit_json(fit: Fit, verdict: str, advice: Sequence[str]) -> dict[str, Any]:
         "state_bytes": fit.caches.state_bytes,
         "margin_bytes": fit.margin_bytes,
         "stage_bytes": fit.stage_bytes,
+        "call_bytes": fit.call_bytes,
         "ple_bytes": fit.model.ple_bytes,
         "slots_bytes": fit.slots_bytes,
         "floor_bytes": fit.floor_bytes,

@@ -78,6 +78,8 @@ def _misfit(fit: Fit) -> str:
 
 
 def _stage(fit: Fit) -> str:
+    if fit.call_bytes:
+        return ", the experts of one call and"
     return ", a layer's stage and" if fit.stage_bytes else " and"
 
 
@@ -207,17 +209,18 @@ def _target(fit: Fit) -> float:
 
 def _more_memory(fit: Fit) -> str:
     option = "--vram" if fit.is_gpu else "--ram"
-    aims = [("the floor", fit.floor_bytes)] if not fit.fits else []
-    shares = [(_share_words(share), _share_bytes(fit, share)) for share in TARGETS if share >= _target(fit)]
-    aims += [(aim, need) for aim, need in shares if need > fit.floor_bytes]
-    words = [f"{size_option(memory_for(fit, need))} for {aim}" for aim, need in aims]
+    layers = fit.model.reached
+    aims = [("the floor", spread(layers, 0))] if not fit.fits else []
+    shares = [(_share_words(share), _share_slots(fit, share)) for share in TARGETS if share >= _target(fit)]
+    aims += [(aim, slots) for aim, slots in shares if slots_bytes(layers, slots) > fit.floor_bytes]
+    words = [f"{size_option(memory_for(fit, slots))} for {aim}" for aim, slots in aims]
     return f"More memory: {option} {', '.join(words)}."
 
 
-def _share_bytes(fit: Fit, share: float) -> int:
-    """Bytes of the fewest whole slots in every layer that are this share of the experts."""
+def _share_slots(fit: Fit, share: float) -> tuple[int, ...]:
+    """The fewest slots in every layer that are this share of the experts."""
     layers = fit.model.reached
-    return slots_bytes(layers, spread(layers, least_slots(layers, share)))
+    return spread(layers, least_slots(layers, share))
 
 
 def size_option(count: int) -> str:
@@ -237,7 +240,7 @@ def _smaller_quant(fit: Fit) -> str | None:
         return None
     bits = max(layer.bits for layer in fit.model.reached)
     target = _target(fit)
-    goal = math.floor(10 * bits * fit.room_bytes / _share_bytes(fit, target)) / 10
+    goal = math.floor(10 * bits * fit.room_bytes / slots_bytes(fit.model.reached, _share_slots(fit, target))) / 10
     if not SMALLEST_BITS <= goal < bits:
         return None
     aim = _share_words(target)

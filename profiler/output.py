@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,14 +18,19 @@ _HEAD_BYTES = 256
 _ELSEWHERE = "Use another name"
 
 
-def check_inputs(paths: Iterable[Path]) -> None:
-    """Raises BadInputError for a file that is not there, UsageError for one that is named twice: it would count twice."""
+def check_inputs(paths: Iterable[Path], *, files: bool = False) -> None:
+    """Raises BadInputError for a file that is not there, UsageError for one that is named twice: it would count twice.
+
+    `files`: a folder is refused too.
+    """
     seen: dict[tuple[int, int], Path] = {}
     for path in paths:
         try:
             state = path.stat()
         except (FileNotFoundError, NotADirectoryError):
             raise BadInputError("no such file", path=str(path)) from None
+        if files and stat.S_ISDIR(state.st_mode):
+            raise BadInputError("this is a folder, not a file", path=str(path))
         first = seen.setdefault((state.st_dev, state.st_ino), path)
         if first is not path:
             raise UsageError(f"the file is named twice, also as {first}: it would count twice", path=str(path))
@@ -51,6 +57,15 @@ def check_output(path: Path, inputs: Iterable[Path], *, force: bool, replaces: s
         raise UsageError("the output is a GGUF, which is never overwritten", path=str(path), hint=_ELSEWHERE)
     if not force and not (replaces and _is_of(path, replaces)):
         raise UsageError("the output exists already", path=str(path), hint="Use --force to replace it")
+
+
+def file_identity(path: Path) -> tuple[int, ...] | None:
+    """What tells a file from another one that had its name before; None where there is none."""
+    try:
+        state = path.stat()
+    except OSError:
+        return None
+    return (state.st_ino, state.st_size, state.st_mtime_ns)
 
 
 def is_same_output(one: Path, other: Path) -> bool:

@@ -107,7 +107,7 @@ def plan_command(
     if costs_path is None and _is_given("clock_kind"):
         raise UsageError("--clock prices misses with measured costs", hint="Give --costs too")
     extra = [p for p in (costs_path, model) if p is not None]
-    check_inputs(inputs)
+    check_inputs(inputs, files=True)
     check_inputs(extra)
     if output is not None:
         _check_output(output, [*inputs, *extra], force=force)

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from bel.formats.console import SETTINGS, TOKENS, Progress, json_option
-from bel.formats.errors import UsageError
+from bel.formats.console import SETTINGS, TOKENS, Progress, Utf8Text, json_option
+from bel.formats.errors import InterruptedRun, UsageError
 from bel.formats.profile_json import encode_profile
 from bel.formats.staging import replace_file
 from bel.formats.units import parse_bytes
-from bel.profiler.output import check_output, is_same_output
+from bel.profiler.output import check_output, file_identity, is_same_output
 from bel.profiler.profile_cli import NAME, force_option, report_profile, say_all, workload_label
 
 if TYPE_CHECKING:
     from bel.profiler.recording import RecordResult
+    from bel.runtime.prompts import Prompt
 
 _PATH = click.Path(path_type=Path)
 
@@ -32,7 +37,7 @@ def _engine(_context: click.Context, _parameter: click.Parameter, value: str) ->
 @click.command("record", context_settings=SETTINGS)
 @click.argument("model", type=_PATH)
 @click.option("-f", "files", type=_PATH, multiple=True, help="A prompt in a file, or a folder with one in each file.")
-@click.option("-p", "texts", multiple=True, help="A prompt.")
+@click.option("-p", "texts", type=Utf8Text(), multiple=True, help="A prompt.")
 @click.option("-n", "n_predict", type=click.IntRange(0), default=500, show_default=True, help="Tokens to generate a prompt.")
 @click.option("--workload", help="The label of the work.  Default: the output's name.")
 @click.option("--weights", is_flag=True, help="Record the router's weights too.")
@@ -97,7 +102,6 @@ def record_command(
     """
     from bel.profiler.record import record as run
     from bel.profiler.recording import RecordRequest
-    from bel.runtime.prompts import read_prompts
 
     _need("cffi", "numpy", "numba")
     label = workload_label(workload, output)
@@ -110,7 +114,7 @@ def record_command(
     request = RecordRequest(
         model=model,
         trace=trace,
-        prompts=read_prompts(files, texts),
+        prompts=_prompts(files, texts),
         n_predict=n_predict,
         workload=label,
         weights=weights,
@@ -126,17 +130,49 @@ def record_command(
         slots=slots,
         ram_bytes=None if ram is None else parse_bytes(ram),
     )
-    progress = Progress(NAME, unit=TOKENS)
-    try:
-        result = run(request, lambda done, total: progress("record", done, total))
-    finally:
-        progress.close()
-    from bel.profiler.summarize import summarize as summarize_traces  # its compiler takes memory that the model may need
+    with _told_what_is_left(trace, output):
+        progress = Progress(NAME, unit=TOKENS)
+        try:
+            result = run(request, lambda done, total: progress("record", done, total))
+        finally:
+            progress.close()
+        from bel.profiler.summarize import summarize as summarize_traces  # its compiler takes memory that the model may need
 
-    summary = summarize_traces([trace])
-    say_all(summary.notes)
-    replace_file(output, encode_profile(summary.profile))
+        summary = summarize_traces([trace])
+        say_all(summary.notes)
+        replace_file(output, encode_profile(summary.profile))
     report_profile(f"wrote {trace} and {output}", output, summary.profile, as_json=as_json, extra=_recorded(result, trace))
+
+
+def _prompts(files: Sequence[Path], texts: Sequence[str]) -> tuple[Prompt, ...]:
+    """As `read_prompts`; a file may also be a pipe, which a shell makes of `-f <(command)`."""
+    from bel.runtime.prompts import read_prompt, read_prompts
+
+    if not files:
+        return read_prompts((), texts)
+    found = list(read_prompts((), texts)) if texts else []
+    for path in files:
+        found += [read_prompt(None, path, sys.stdin.buffer)] if path.is_fifo() else read_prompts([path])
+    return tuple(found)
+
+
+@contextlib.contextmanager
+def _told_what_is_left(trace: Path, output: Path) -> Iterator[None]:
+    """Say of an interrupt, wherever it arrives, which files are there: the next run would be refused for them."""
+    before = file_identity(trace), file_identity(output)
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise _interrupted(trace, output, before) from None
+
+
+def _interrupted(trace: Path, output: Path, before: tuple[object, object]) -> InterruptedRun:
+    if file_identity(trace) in (None, before[0]):
+        return InterruptedRun("interrupted; nothing was recorded")
+    if file_identity(output) not in (None, before[1]):
+        return InterruptedRun(f"interrupted behind all of it: {trace} and {output} are written")
+    again = shlex.join(["bel-profile", "summarize", str(trace), "-o", str(output)])
+    return InterruptedRun(f"interrupted; what was recorded until then is in {trace}", hint=f"Its profile is made by: {again}")
 
 
 def _recorded(result: RecordResult, trace: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from bel.formats.console import rich_console
@@ -15,9 +16,14 @@ _FILE_COLUMNS = 150  # a pipe or file has no width; the widest table fits
 
 
 def table_console() -> Console:
-    """The terminal, or stdout with room for every table."""
+    """The terminal, or stdout with room for every table, or the COLUMNS that the environment gives."""
     console = rich_console()
-    return console if console.is_terminal else rich_console(width=_FILE_COLUMNS)
+    return console if console.is_terminal or _columns() else rich_console(width=_FILE_COLUMNS)
+
+
+def _columns() -> bool:
+    given = os.environ.get("COLUMNS", "")
+    return given.isascii() and given.isdigit() and int(given) > 0
 
 
 def print_grid(console: Console, table: Table) -> None:

@@ -48,7 +48,8 @@ def fits(draw: st.DrawFn) -> Fit:
     """The answer for random weights, contexts and sizes, around what the weights need."""
     model, context = draw(footprints()), draw(st.integers(1, 40_000))
     first = solve(model, Question(GIB if draw(st.booleans()) else 0, draw(st.integers(0, 4 * GIB)), context))
-    size = memory_for(first, int(first.experts_bytes * draw(st.floats(0, 1.2)))) - draw(st.sampled_from([0, 1, MIB, GIB]))
+    share = draw(st.floats(0, 1))
+    size = memory_for(first, [int(share * x.n_expert) for x in model.reached]) - draw(st.sampled_from([0, 1, MIB, GIB]))
     name = "vram_bytes" if first.is_gpu else "ram_bytes"
     question = dataclasses.replace(first.question, **{name: max(size, 1)})
     if draw(st.booleans()):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bel.formats.units import GIB, MIB, parse_bytes
-from bel.profiler.fit import Fit, Question, memory_for, slots_bytes, solve
+from bel.profiler.fit import Fit, Question, memory_for, solve, spread
 from bel.profiler.fit_words import advice, size_option, verdict
 from bel.profiler.footprint import Footprint, read_footprint
 from drawn_fits import fits
@@ -21,11 +21,12 @@ from fit_models import slot_model
 def _at(model: Footprint, share: float, **question: Any) -> Fit:
     """The fit of a model in memory for a share of its experts."""
     first = solve(model, Question(0, GIB, **question))
-    return solve(model, dataclasses.replace(first.question, ram_bytes=memory_for(first, int(share * first.experts_bytes))))
+    slots = [int(share * x.n_expert + 1e-9) for x in model.reached]
+    return solve(model, dataclasses.replace(first.question, ram_bytes=memory_for(first, slots)))
 
 
 def test_the_verdict_follows_the_resident_share(tmp_path: Path) -> None:
-    model = read_footprint(slot_model(tmp_path, experts=100))
+    model = read_footprint(slot_model(tmp_path, experts=100, blocks=4))
     assert "no longer the right policy" in verdict(_at(model, 0.149))
     assert "doubtful" in verdict(_at(model, 0.15))
     assert "doubtful" in verdict(_at(model, 0.199))
@@ -42,7 +43,7 @@ def test_the_verdict_with_a_gpu_says_what_was_measured(tmp_path: Path) -> None:
     first = solve(model, Question(GIB, 64 * GIB, 512))
     said = {}
     for slots in (14, 15, 19, 20, 50):
-        vram = memory_for(first, slots_bytes(model.reached, (slots,) * 40))
+        vram = memory_for(first, (slots,) * 40)
         fit = solve(model, Question(vram, 64 * GIB, 512))
         assert fit.slots == (slots,) * 40
         said[slots] = verdict(fit)
@@ -58,7 +59,7 @@ def test_the_verdict_with_a_gpu_says_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_says_how_much_is_missing_and_what_would_help(tmp_path: Path) -> None:
-    model = read_footprint(slot_model(tmp_path))
+    model = read_footprint(slot_model(tmp_path, blocks=4))
     fit = _at(model, 0.09)  # the floor is 0.1
     assert not fit.fits
     assert sum(fit.slots) == 0
@@ -74,7 +75,7 @@ def test_advised_memory_is_the_least_that_works(tmp_path: Path) -> None:
     model = read_footprint(slot_model(tmp_path))
     for vram in (0, GIB, 64 * GIB):
         first = solve(model, Question(vram, 64 * GIB))
-        need = memory_for(first, first.floor_bytes)
+        need = memory_for(first, spread(model.reached, 0))
         change = {"vram_bytes": need} if vram else {"ram_bytes": need}
         less = {name: size - 1 for name, size in change.items()}
         assert solve(model, dataclasses.replace(first.question, **change)).fits
@@ -84,7 +85,8 @@ def test_advised_memory_is_the_least_that_works(tmp_path: Path) -> None:
 def test_an_advised_size_can_be_copied_into_the_command(tmp_path: Path) -> None:
     model = read_footprint(slot_model(tmp_path, experts=64, blocks=40))
     for vram in (0, 40 * MIB):
-        fit = solve(model, Question(vram, 45 * MIB, 256))
+        ram = memory_for(solve(model, Question(0, GIB, 256)), (32,) * 40)
+        fit = solve(model, Question(vram, ram, 256))
         assert 0 < fit.resident_fraction < 1
         (words,) = [w for w in advice(fit) if w.startswith("More memory")]
         (size,) = re.findall(r"(\S+) for all experts", words)
@@ -122,14 +124,14 @@ def test_every_advised_size_reaches_what_it_promised(fit: Fit) -> None:
 
 
 def test_advice_tells_every_share_that_is_not_reached(tmp_path: Path) -> None:
-    model = read_footprint(slot_model(tmp_path, experts=100))
+    model = read_footprint(slot_model(tmp_path, experts=100, blocks=4))
     assert list(_advised(_at(model, 0.19), "More memory")) == ["20 % of the experts", "50 % of the experts", "all experts"]
     assert list(_advised(_at(model, 0.2), "More memory")) == ["50 % of the experts", "all experts"]
     assert "the floor" in _advised(_at(model, 0.01), "More memory")
 
 
 def test_advice_on_a_question_with_slots_says_to_leave_them_out(tmp_path: Path) -> None:
-    model = read_footprint(slot_model(tmp_path, experts=100))
+    model = read_footprint(slot_model(tmp_path, experts=100, blocks=4))
     fit = _at(model, 0.1)
     (words,) = [w for w in advice(solve(model, dataclasses.replace(fit.question, slots=8))) if w.startswith("More memory")]
     assert words.endswith("(without --slots).")

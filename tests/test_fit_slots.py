@@ -20,7 +20,7 @@ from fit_models import slot_model
 @given(layers=layer_lists, room=st.integers(-1, 6 * 64 * 5 * 4096))
 def test_the_largest_number_of_slots_is_the_largest(layers: list[SlotLayer], room: int) -> None:
     fitting = [n for n in range(1, 65) if slots_bytes(layers, spread(layers, n)) <= room]
-    found = largest_slots(layers, room)
+    found = largest_slots(layers, room, lambda _: 0)
     if not fitting:
         assert found == 0
     else:
@@ -49,12 +49,12 @@ def test_more_slots_than_fit_is_an_error_that_names_how_many_do(tmp_path: Path, 
 
 
 def test_slots_that_do_not_fit_in_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = slot_model(tmp_path)
+    path = slot_model(tmp_path, blocks=4)
     model = read_footprint(path)
     free = solve(model, Question(0, GIB))
-    ram = memory_for(free, 2 * 10 * 8192)
+    ram = memory_for(free, (10,) * 4)
     answer, _ = fit_answer(capsys, path, "--ram", ram)
-    assert answer["slots_per_layer"] == {"0": 10, "1": 10}
+    assert answer["slots_per_layer"] == dict.fromkeys("0123", 10)
     status, _, err = run_fit(capsys, path, "--ram", ram, "--slots", 11)
     assert status == 2
     assert re.search(r"slots that fits is 10\b", err)
@@ -65,7 +65,7 @@ def test_the_largest_number_that_fits_may_be_all_since_then_there_is_no_stage(
 ) -> None:
     path = slot_model(tmp_path)
     first = solve(read_footprint(path), Question(GIB, GIB))
-    sizes = ("--vram", memory_for(first, first.experts_bytes), "--ram", "1G")
+    sizes = ("--vram", memory_for(first, first.slots), "--ram", "1G")
     most = {n: run_fit(capsys, path, *sizes, "--slots", n) for n in range(4, 41)}
     refused = [n for n, (status, _, _) in most.items() if status]
     assert refused == list(range(refused[0], 40))
@@ -74,7 +74,7 @@ def test_the_largest_number_that_fits_may_be_all_since_then_there_is_no_stage(
         assert re.search(r"slots that fits is 40\b", most[n][2])
         if refused[0] > 4:
             assert f"at most {refused[0] - 1} fit" in most[n][2]
-    less = ("--vram", memory_for(first, first.experts_bytes) - 1, "--ram", "1G")
+    less = ("--vram", memory_for(first, first.slots) - 1, "--ram", "1G")
     assert not re.search(r"slots that fits is 40\b", run_fit(capsys, path, *less, "--slots", refused[0])[2])
 
 
@@ -106,8 +106,8 @@ def test_a_budget_below_the_floor_is_refused(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_budget_above_what_is_left_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = slot_model(tmp_path)
-    ram = memory_for(solve(read_footprint(path), Question(0, GIB)), 2 * 10 * 8192)
+    path = slot_model(tmp_path, blocks=4)
+    ram = memory_for(solve(read_footprint(path), Question(0, GIB)), (10,) * 4)
     answer, err = fit_answer(capsys, path, "--ram", ram, "--slots-bytes", "1G")
-    assert answer["slots_per_layer"] == {"0": 10, "1": 10}
+    assert answer["slots_per_layer"] == dict.fromkeys("0123", 10)
     assert "--slots-bytes" in err
