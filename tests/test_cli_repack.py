@@ -111,7 +111,7 @@ def test_the_commands_take_no_gguf_for_a_bundle_and_no_bundle_for_a_gguf(model: 
     assert_error(run_cli("restore", model), 3, model, "not a bundle")
     assert_error(run_cli(bundle, "-o", model.with_name("x.bel")), 3, bundle)
     assert_error(run_cli(bundle / "m-dense.gguf", "-o", model.with_name("x.bel")), 3, "already repacked")
-    assert_error(run_cli("verify", model.parent), 4, model.parent, "manifest")
+    assert_error(run_cli("verify", model.parent), 3, model.parent, "not a bundle", "manifest")
 
 
 def test_the_output_folder_must_have_a_parent(model: Path, tmp_path: Path) -> None:
