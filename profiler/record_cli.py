@@ -139,7 +139,7 @@ def record_command(
         from bel.profiler.summarize import summarize as summarize_traces  # its compiler takes memory that the model may need
 
         summary = summarize_traces([trace])
-        say_all(summary.notes)
+        say_all([*_notes(slots, result), *summary.notes])
         replace_file(output, encode_profile(summary.profile))
     report_profile(f"wrote {trace} and {output}", output, summary.profile, as_json=as_json, extra=_recorded(result, trace))
 
@@ -173,6 +173,12 @@ def _interrupted(trace: Path, output: Path, before: tuple[object, object]) -> In
         return InterruptedRun(f"interrupted behind all of it: {trace} and {output} are written")
     again = shlex.join(["bel-profile", "summarize", str(trace), "-o", str(output)])
     return InterruptedRun(f"interrupted; what was recorded until then is in {trace}", hint=f"Its profile is made by: {again}")
+
+
+def _notes(slots: int | None, result: RecordResult) -> list[str]:
+    from bel.runtime.slot_budget import clamp_notes
+
+    return [] if result.cache is None else clamp_notes(slots, max(result.cache.slots_by_layer.values()))
 
 
 def _recorded(result: RecordResult, trace: Path) -> dict[str, Any]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from statistics import median_low
 
-from bel.formats.experts_file import LayerLayout
 from bel.formats.units import format_bytes
 from bel.runtime.bundle_model import BundleRun
 from bel.runtime.running import Running, describe_promise
-from bel.runtime.slot_budget import MARGIN_BYTES
+from bel.runtime.slot_budget import MARGIN_BYTES, clamp_notes
 
 
 def load_lines(running: Running) -> list[str]:
@@ -23,15 +22,13 @@ def load_lines(running: Running) -> list[str]:
 
 def _clamped(running: Running) -> list[str]:
     """What was asked for and cannot be."""
-    layers: tuple[LayerLayout, ...] = ()
     if running.bundle is not None:
         layers = running.bundle.layers
     elif running.gpu is not None:
         layers = running.gpu.loaded.layers
-    most = max((layer.n_expert for layer in layers if not layer.is_mtp), default=0)
-    if running.asked_slots is None or running.asked_slots <= most:
+    else:
         return []
-    return [f"--slots {running.asked_slots} is more than there are: clamped to the {most} experts of a layer"]
+    return clamp_notes(running.asked_slots, max((layer.n_expert for layer in layers if not layer.is_mtp), default=0))
 
 
 def _loaded(running: Running) -> list[str]:

@@ -70,6 +70,13 @@ def uniform_slots(layers: Sequence[LayerLayout], count: int) -> tuple[int, ...]:
     return tuple(min(count, layer.n_expert) for layer in layers)
 
 
+def clamp_notes(asked: int | None, most: int) -> list[str]:
+    """What to say where `asked` slots of each layer are more than the `most` experts that one has; nothing else."""
+    if asked is None or asked <= most:
+        return []
+    return [f"--slots {asked} is more than there are: clamped to the {most} experts of a layer"]
+
+
 def slots_bytes(layers: Sequence[LayerLayout], slots: Sequence[int]) -> int:
     """Bytes of slots."""
     return sum(layer.stride_bytes * count for layer, count in zip(layers, slots, strict=True))

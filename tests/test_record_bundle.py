@@ -130,6 +130,17 @@ def test_the_command_records_a_bundle(bundle: Path, tmp_path: Path, capsys: pyte
     assert not list(tmp_path.glob("d.*"))
 
 
+@pytest.mark.parametrize(("slots", "is_said"), [(33, True), (32, False)])
+def test_more_slots_than_experts_are_clamped_with_a_word(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], slots: int, is_said: bool
+) -> None:
+    command = ["record", bundle, "-o", tmp_path / "a.json", "-p", "x", "-n", "1", "--threads", "1", "--json", "--slots", slots]
+    assert run_command(main_group, "bel-profile", [str(x) for x in command]) == 0
+    out, err = capsys.readouterr()
+    assert set(json.loads(out)["cache"]["slots_by_layer"].values()) == {32}
+    assert (f"--slots {slots} is more than there are: clamped to the 32 experts of a layer" in err) == is_said
+
+
 def test_what_the_cache_counted_is_what_simulate_counts(
     bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
