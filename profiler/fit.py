@@ -24,6 +24,8 @@ PROCESS_BYTES = 52 * MIB
 """Without a GPU the margin is no less than the program itself (48 MiB were measured) with `slot_budget.MARGIN_BYTES`: where
 that is more, it is what `bel-run --ram` counts."""
 _LEAST_MARGIN_BYTES = PROCESS_BYTES + slot_budget.MARGIN_BYTES
+DEFAULT_CONTEXT = 8192
+"""Tokens, where nobody says and the model was trained for as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class Question:
 
     vram_bytes: int
     ram_bytes: int
-    context: int = 8192
+    context: int = DEFAULT_CONTEXT
     cache_type: str = "f16"
     slots: int | None = None
     slots_bytes: int | None = None
@@ -188,8 +190,18 @@ def _largest_layer(layers: Sequence[SlotLayer]) -> int:
     return max(x.n_expert * x.weights_bytes for x in layers)
 
 
+def default_context(model: Footprint) -> int:
+    """Tokens of the context where nobody says: no more than the model was trained for."""
+    trained = _trained(model)
+    return min(DEFAULT_CONTEXT, trained) if trained > 0 else DEFAULT_CONTEXT
+
+
+def _trained(model: Footprint) -> int:
+    return Keys(model.metadata).number("context_length")
+
+
 def _cache_notes(model: Footprint, context: int, caches: CacheBytes) -> list[str]:
-    said, trained = [], Keys(model.metadata).number("context_length")
+    said, trained = [], _trained(model)
     if 0 < trained < context:
         said.append(f"--context {context} is more than the {trained} tokens that the model was trained for")
     if not caches.kv_bytes:

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from bel.profiler.fit import Fit
 
 NAME = "bel-profile"
-_CONTEXT_HELP = f"Tokens of the context; bel-run's own default is {DEFAULT_CONTEXT}."
+_CONTEXT_HELP = (
+    f"Tokens of the context.  Default: 8192 (bel-run's own is {DEFAULT_CONTEXT}), or what the model was trained for if less."
+)
 
 
 @click.command("fit", context_settings=SETTINGS)
@@ -26,7 +28,7 @@ _CONTEXT_HELP = f"Tokens of the context; bel-run's own default is {DEFAULT_CONTE
     "--vram", "vram_text", default="0", metavar="SIZE", help="Memory of the GPU (12G).  Without it: no GPU, slots in RAM."
 )
 @click.option("--ram", "ram_text", metavar="SIZE", help="Memory of the machine (16G).  Default: what this one has.")
-@click.option("--context", type=click.IntRange(1, 2**31 - 1), default=8192, show_default=True, help=_CONTEXT_HELP)
+@click.option("--context", type=click.IntRange(1, 2**31 - 1), help=_CONTEXT_HELP)
 @click.option(
     "--kv",
     "cache_type",
@@ -42,7 +44,7 @@ def fit_command(
     path: Path,
     vram_text: str,
     ram_text: str | None,
-    context: int,
+    context: int | None,
     cache_type: str,
     slots: int | None,
     slots_text: str | None,
@@ -61,20 +63,22 @@ def fit_command(
       bel-profile fit model.gguf --vram 24G --ram 64G --slots 40 --json
     """
     from bel.formats.bundle import is_bundle
-    from bel.profiler.fit import Question, solve
+    from bel.profiler.fit import Question, default_context, solve
     from bel.profiler.fit_json import fit_json
     from bel.profiler.fit_words import Run, advice, verdict
     from bel.profiler.footprint import read_footprint
 
+    vram_bytes, ram_bytes = parse_bytes(vram_text), _ram_bytes(ram_text)
+    model = read_footprint(path)
     question = Question(
-        parse_bytes(vram_text),
-        _ram_bytes(ram_text),
-        context,
+        vram_bytes,
+        ram_bytes,
+        context or default_context(model),
         cache_type.lower(),
         slots,
         None if slots_text is None else parse_bytes(slots_text),
     )
-    fit = solve(read_footprint(path), question)
+    fit = solve(model, question)
     for note in fit.notes:
         say(NAME, f"{path}: {note}" if note in fit.model.notes else note)
     run = Run(str(path) if is_bundle(path) else None, limits_ram=ram_text is not None)

@@ -46,7 +46,9 @@ class _Budget:
 @click.option("--vram", metavar="SIZE", help="Memory of the GPU (12G): slots get what the rest of the model leaves.")
 @click.option("--ram", metavar="SIZE", help="Memory of the machine (16G).  Without --vram slots are in RAM.")
 @click.option("--slots-bytes", "slots_text", metavar="SIZE", help="Bytes of all slots (8G).")
-@click.option("--context", type=click.IntRange(1), default=8192, show_default=True, help="Context in tokens.")
+@click.option(
+    "--context", type=click.IntRange(1), help="Context in tokens.  Default: 8192, or what the model was trained for if less."
+)
 @click.option(
     "--kv",
     type=click.Choice(CACHE_TYPES, case_sensitive=False),
@@ -78,7 +80,7 @@ def plan_command(
     vram: str | None,
     ram: str | None,
     slots_text: str | None,
-    context: int,
+    context: int | None,
     kv: str,
     objective: str | None,
     costs_path: Path | None,
@@ -172,9 +174,9 @@ def _is_given(name: str) -> bool:
     return click.get_current_context().get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
 
 
-def _budget(asked: dict[str, int], footprint: Footprint | None, context: int, kv: str) -> _Budget:
+def _budget(asked: dict[str, int], footprint: Footprint | None, context: int | None, kv: str) -> _Budget:
     """What slots may take: what is asked for, and no more than what fits where memory is given."""
-    from bel.profiler.fit import Question, solve
+    from bel.profiler.fit import Question, default_context, solve
     from bel.profiler.plan_inputs import H2D, NVME
 
     vram, ram, slots_bytes = asked.get("vram", 0), asked.get("ram"), asked.get("slots_bytes")
@@ -186,6 +188,7 @@ def _budget(asked: dict[str, int], footprint: Footprint | None, context: int, kv
         return _Budget(slots_bytes, NVME, (what,) if idle else ())
     if footprint is None:
         raise UsageError("--vram and --ram need --model: what else of the model needs memory", hint="Or give --slots-bytes")
+    context = context or default_context(footprint)
     fit = solve(footprint, Question(vram, vram if ram is None else ram, context, kv, slots_bytes=slots_bytes))
     if not fit.fits:
         raise UsageError(

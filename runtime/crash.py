@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 from collections.abc import Iterable
 
@@ -14,6 +15,8 @@ _KILLED: dict[int, str] = {
     signal.SIGKILL: "by hand or because memory ran out",
     signal.SIGXCPU: "its time on the processor is used up (ulimit -t)",
 }
+_CLOCK_SECONDS = 0.1
+"""The limit is looked at by the tick of a clock, and what was used is counted otherwise."""
 _HINTS: dict[int, str] = {
     signal.SIGBUS: ". A part of a mapped file could not be read: it was cut short, or the disk fails (dmesg)"
 }
@@ -43,9 +46,17 @@ def crash_error(
     if changed is not None:
         return file_changed(changed, kind, f", and llama.cpp crashed ({_name(number)}){left}")
     if number in _KILLED:
-        return MachineError(f"{what} was killed ({_name(number)}), {_KILLED[number]}{left}", path=path)
+        why = _KILLED[signal.SIGXCPU if number == signal.SIGKILL and _is_time_over() else number]
+        return MachineError(f"{what} was killed ({_name(number)}), {why}{left}", path=path)
     death = f"llama.cpp crashed ({_name(number)}) while it loaded or ran the model"
     return MachineError(f"{death}{left}{_HINTS.get(number, '')}{last_words(words)}", path=path)
+
+
+def _is_time_over() -> bool:
+    """Whether a child that has ended had all the time that it may have: at the hard limit the system kills (setrlimit(2))."""
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return hard != resource.RLIM_INFINITY and used.ru_utime + used.ru_stime >= hard - _CLOCK_SECONDS
 
 
 def last_words(text: str) -> str:

@@ -6,6 +6,7 @@ The C interface is declared in `llama_abi.py`; this module, `context.py` and `te
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bel.formats.errors import BadInputError, BelError, printable
+from bel.formats.errors import BadInputError, BelError, MachineError, printable
 from bel.formats.signals import signals_deferred
 from bel.runtime.black_box import black_box
 from bel.runtime.context import Context, ContextOptions, NativeCallback, Observer
@@ -27,6 +28,8 @@ from bel.runtime.llama_library import LlamaLibrary, open_library
 LOG_LINES = 100  # kept for a message after a failure; loading a model says about this much
 _LOG_DEBUG, _LOG_WARN, _LOG_ERROR = 1, 3, 4  # enum ggml_log_level
 _LOADING = "load_tensors: loading model tensors"  # llama-model.cpp, before it maps the files
+_REFUSALS = (*map(os.strerror, (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.EAGAIN)), "unable to allocate")
+"""In a message on a load that failed: the machine's words (llama-mmap.cpp), and those on a buffer (llama-model.cpp)."""
 _LAZY_ON = 2  # enum llama_lazy_mode
 _VOCAB_NONE = 0  # enum llama_vocab_type
 LOAD_MODES = {"auto": -1, "none": 0, "mmap": 1, "mlock": 2, "mmap_mlock": 3, "direct_io": 4}
@@ -137,14 +140,23 @@ class Engine:
                 lib.llama_model_free(pointer)
             raise
         if pointer == ffi.NULL:
+            if self._is_refused():
+                raise self.failure(MachineError, "the machine refuses what this model needs", path=str(paths[0]))
             raise self.failure(BadInputError, "llama.cpp does not load this model", path=str(paths[0]))
         return Model(self, pointer, paths[0], watch, owns_watch=owns_watch)
 
     def failure(self, kind: type[BelError], cause: str, *, path: str | None = None) -> BelError:
         """An error that ends with what the library said last: its warnings and errors where there are any."""
-        lines = [text for level, text in self.log if level in (_LOG_WARN, _LOG_ERROR)] or [text for _, text in self.log]
-        said = "; ".join(lines[-3:])
+        said = "; ".join(self._last_words())
         return kind(f"{cause}: {printable(said)}" if said else cause, path=path)
+
+    def _is_refused(self) -> bool:
+        """Whether the library failed for what the machine did not give: then nothing is said about the file."""
+        return any(words in text for text in self._last_words() for words in _REFUSALS)
+
+    def _last_words(self) -> list[str]:
+        lines = [text for level, text in self.log if level in (_LOG_WARN, _LOG_ERROR)] or [text for _, text in self.log]
+        return lines[-3:]
 
     def _on_log(self, level: int, text: Any, _user_data: Any) -> None:
         if level == _LOG_DEBUG:  # hundreds of lines for each context, which would push out the few that say something

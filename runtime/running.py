@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bel.formats.bundle import Bundle, check_sizes, is_bundle, open_bundle
-from bel.formats.errors import BadInputError, UsageError, printable
+from bel.formats.errors import BadInputError, DamagedBundleError, UsageError, printable
 from bel.formats.fingerprint import fingerprint
 from bel.formats.plan import Plan
 from bel.formats.plan_json import load_plan
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 TRIED_CONTEXT, TRIAL_CONTEXT = 1 << 16, 1024
 """A longer context is tried with a short one first, to see what a position costs."""
+_ATTEMPTS = 3
+"""To open a bundle that is replaced meanwhile."""
 RESERVE_SHARE, RESERVE_BYTES, MOST_RESERVE_SHARE = 0.1, 256 * MIB, 0.25
 """Left to others of the memory that is free, where no budget is given: a share, at least so many bytes, but no more than a
 larger share: in a container of 100 MiB the bytes alone would leave nothing."""
@@ -112,13 +114,36 @@ def open_running(options: RunOptions, inner: Observer | None = None, *, all_logi
         n_threads = options.n_threads or len(os.sched_getaffinity(0))
         return ContextOptions(n_ctx, n_ubatch, n_ubatch, n_threads, n_outputs=None if all_logits else 1)
 
-    opener = _open_stock if options.stock else _open_bundle if options.gpu is None else _open_gpu
-    with opener(options, sizes, inner) as running:
+    with contextlib.ExitStack() as stack:
+        running = _opened(stack, options, sizes, inner)
         try:
             yield running
         except Exception:
             running.model.watch.check()  # for then whatever went wrong did so for that
             raise
+
+
+def _opened(
+    stack: contextlib.ExitStack, options: RunOptions, sizes: Callable[[Model], ContextOptions], inner: Observer | None
+) -> Running:
+    """Open a model; a bundle once more where another one took its name meanwhile, for then files of both were looked at."""
+    opener = _open_stock if options.stock else _open_bundle if options.gpu is None else _open_gpu
+    for _ in range(_ATTEMPTS - 1):
+        before = _folder_by_name(options.path)
+        try:
+            return stack.enter_context(opener(options, sizes, inner))
+        except DamagedBundleError:
+            if _folder_by_name(options.path) == before:
+                raise
+    return stack.enter_context(opener(options, sizes, inner))
+
+
+def _folder_by_name(path: Path) -> tuple[int, int] | None:
+    try:
+        state = path.stat()
+    except FileNotFoundError:
+        return None
+    return state.st_dev, state.st_ino
 
 
 @contextlib.contextmanager

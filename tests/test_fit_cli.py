@@ -32,6 +32,18 @@ def test_a_context_beyond_the_training_is_said(tmp_path: Path, capsys: pytest.Ca
     assert fit_answer(capsys, slot_model(tmp_path), "--ram", "1G", "--context", 8192)[1] == ""
 
 
+def test_the_default_context_is_what_the_model_was_trained_for_if_that_is_less(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `bel-run` does: nobody is told of an option that was not given, and no cache is counted that is never made."""
+    metadata = {"block_count": 1, "expert_used_count": 2, "attention.head_count": 4, "embedding_length": 64}
+    for trained, expected in ((512, 512), (8192, 8192), (40960, 8192), (None, 8192)):
+        known = metadata if trained is None else metadata | {"context_length": trained}
+        answer, err = fit_answer(capsys, metadata_model(tmp_path / f"{trained}.gguf", "qwen3moe", known), "--ram", "1G")
+        assert answer["context"] == expected
+        assert "--context" not in err
+
+
 def test_a_model_without_heads_is_said_to_have_no_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = metadata_model(tmp_path / "m.gguf", "qwen3moe", {"block_count": 1, "expert_used_count": 2})
     answer, err = fit_answer(capsys, path, "--ram", "1G")
