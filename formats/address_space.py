@@ -13,8 +13,8 @@ from bel.formats.errors import MachineError
 from bel.formats.units import MIB, format_bytes
 
 NEEDS_BYTES = {"numpy": 160 * MIB, "llvmlite": 384 * MIB}
-"""Address space that a library takes beside what is there before.  numpy's OpenBLAS took 85 MiB with one thread and maps
-32 MiB more at a time; LLVM took 300 MiB until numba had compiled our loops."""
+"""Address space that a library takes beside what is there before.  numpy's OpenBLAS took 85 MiB with the one thread
+that `no_blas_threads` leaves it and maps 32 MiB more at a time; LLVM took 300 MiB until numba had compiled our loops."""
 
 
 class _Needs:
@@ -26,8 +26,6 @@ class _Needs:
         limit = _limit()
         if need is None or limit is None:
             return
-        # OpenBLAS takes room for each of its threads, of which the machine has many and we need one.
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         room = limit - _used_bytes()
         if room < need:
             raise MachineError(

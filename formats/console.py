@@ -20,6 +20,7 @@ from bel.formats.address_space import needs_checked
 from bel.formats.errors import BelError, InterruptedRun, MachineError, printable, printable_line
 from bel.formats.signals import INTERRUPTS
 from bel.formats.standard_streams import STDERR, STDOUT, StreamName, named, open_closed
+from bel.formats.threads import no_blas_threads
 from bel.formats.units import MIB
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def run_command(command: click.Command, name: str, arguments: Sequence[str] | No
     """
     _open_streams()
     _show_warnings(name)
+    no_blas_threads()
     with needs_checked(), INTERRUPTS.caught(is_last=arguments is None):
         try:
             return _told(command, name, list(sys.argv[1:] if arguments is None else arguments))
@@ -102,7 +104,8 @@ def _told(command: click.Command, name: str, arguments: list[str]) -> int:
     except RuntimeError as error:
         if "start new thread" not in str(error):
             raise
-        return _fail(name, "the machine refuses another thread (limits on processes or memory)", MachineError.exit_code)
+        hint = "Raise the limit of processes (ulimit -u, or that of the container) or of memory (ulimit -v, -d)"
+        return _fail(name, f"the machine refuses another thread. {hint}", MachineError.exit_code)
 
 
 def _invoke(command: click.Command, name: str, arguments: list[str]) -> int:

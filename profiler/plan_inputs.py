@@ -47,7 +47,7 @@ class PlanInput:
 
 def read_plan_input(paths: Sequence[Path]) -> PlanInput:
     """One profile, or one or more traces of one model.  Raises BadInputError, or UsageError for a mixture."""
-    digests = tuple(blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest() for path in paths)
+    digests = tuple(blake3().update_mmap(path).hexdigest() for path in paths)
     kinds = {_is_trace(path) for path in paths}
     if kinds == {True}:
         summary = summarize(list(paths))

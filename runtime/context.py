@@ -16,11 +16,14 @@ import numpy.typing as npt
 
 from bel.formats.errors import BadInputError, MachineError, UsageError
 from bel.formats.signals import signals_deferred
+from bel.formats.threads import check_startable
 from bel.runtime.llama_abi import CONTEXT_LAYOUTS, HOW_TO_INSTALL
 from bel.runtime.tensor import Tensor
 
 if TYPE_CHECKING:
     from bel.runtime.engine import Model
+
+_FEWER_THREADS = "Give fewer --threads, or raise the limit of processes (ulimit -u, or that of the container)"
 
 
 class ContextFull(UsageError):  # noqa: N818 - what it is, not that it is an error
@@ -111,6 +114,7 @@ class Context:
                 )
             fields.moe_cache_size = options.moe_cache_bytes
         fields.swa_full = False  # as llama.cpp's own programs: a sliding window keeps its window, not the whole context
+        check_startable(max(fields.n_threads_batch, fields.n_threads) - 1, hint=_FEWER_THREADS)
         with signals_deferred():
             self._pointer = lib.llama_init_from_model(pointer, params[0])
         if self._pointer == ffi.NULL:

@@ -76,7 +76,7 @@ def _tensor_digest(fd: int, row: TensorRow) -> str:
 
 
 def _digest_at(fd: int, offset_bytes: int, size_bytes: int) -> bytes:
-    hasher = blake3(max_threads=blake3.AUTO)
+    hasher = blake3()  # of one thread: with more it panics where none can be started, and the reading takes as long
     for at in range(0, size_bytes, _READ_BYTES):
         hasher.update(read_all(fd, min(_READ_BYTES, size_bytes - at), offset_bytes + at))
     return hasher.digest()

@@ -28,6 +28,8 @@ _REFUSALS = {
     errno.EPERM: "io_uring is forbidden here, as in many containers",
     errno.EACCES: "io_uring is forbidden here",
     errno.EINVAL: "this kernel's io_uring is too old (6.1 is needed)",
+    # Of a read: where the kernel could start none of its threads for it, which count as this user's.
+    errno.ECANCELED: "an io_uring gets no thread of the kernel (the limit of processes, `ulimit -u` or a container's)",
     errno.ENOMEM: "the memory for an io_uring is refused (this kernel may charge it to `ulimit -l`)",
 }
 
