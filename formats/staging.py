@@ -15,7 +15,7 @@ from types import TracebackType
 
 from bel.formats.atomic import fsync_folder, named_errors, write_file
 from bel.formats.errors import MachineError, UsageError
-from bel.formats.signals import signals_held
+from bel.formats.signals import INTERRUPTS, signals_held
 
 _RENAME_EXCHANGE = 2  # linux/fs.h
 _AT_FDCWD = -100
@@ -169,8 +169,11 @@ def exchange(one: Path, other: Path) -> None:
     os.rename(aside, one)
 
 
-def publish_files(staging: StagingFolder, folder: Path, names: list[str]) -> None:
-    """Move files from a staging folder to their final names, all or none; what they replace goes to the staging folder."""
+def publish_files(staging: StagingFolder, folder: Path, names: list[str], *, is_last: bool) -> None:
+    """Move files from a staging folder to their final names, all or none; what they replace goes to the staging folder.
+
+    `is_last`: the command makes nothing else, so that no signal that comes with the names or later says otherwise.
+    """
     moved: list[tuple[Path, Path, bool]] = []
     try:
         with signals_held():
@@ -183,6 +186,8 @@ def publish_files(staging: StagingFolder, folder: Path, names: list[str]) -> Non
                     os.rename(fresh, final)
                 moved.append((fresh, final, exists))
             fsync_folder(folder)
+            if is_last:
+                INTERRUPTS.done()
         staging.is_published = True
     except BaseException:
         for fresh, final, exists in reversed(moved):
@@ -194,17 +199,17 @@ def publish_files(staging: StagingFolder, folder: Path, names: list[str]) -> Non
 
 
 @contextlib.contextmanager
-def staged_file(path: Path) -> Iterator[Path]:
+def staged_file(path: Path, *, is_last: bool = True) -> Iterator[Path]:
     """A path to write a file at, which becomes `path` at the end of the block, durably; nothing is left after an error.
 
-    An existing `path` is replaced in one step, and stays as it was after an error.
+    An existing `path` is replaced in one step, and stays as it was after an error.  `is_last` is that of `publish_files`.
     """
     with StagingFolder(path.with_name(f".{path.name}.bel-tmp")) as staging:
         yield staging.path / path.name
-        publish_files(staging, path.parent, [path.name])
+        publish_files(staging, path.parent, [path.name], is_last=is_last)
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Write a file whole and flush it to the disk; one that exists is replaced in one step."""
-    with staged_file(path) as fresh:
+def replace_file(path: Path, data: bytes, *, is_last: bool = True) -> None:
+    """Write a file whole and flush it to the disk; one that exists is replaced in one step.  `is_last`: see `publish_files`."""
+    with staged_file(path, is_last=is_last) as fresh:
         write_file(fresh, data)

@@ -141,7 +141,7 @@ def _write(planned: Planned, output: Path | None, page: Path | None) -> None:
     from bel.formats.plan_json import encode_plan
 
     if output is not None:
-        replace_file(output, encode_plan(planned.plan))
+        replace_file(output, encode_plan(planned.plan), is_last=page is None)
         say(NAME, f"wrote {output}")
     if page is not None:
         from bel.profiler.plan_page import make_page

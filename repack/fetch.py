@@ -14,7 +14,7 @@ from bel.formats.bundle import Bundle, open_bundle, size_problem
 from bel.formats.errors import BadInputError, DamagedBundleError, UsageError, printable
 from bel.formats.json_file import MAX_JSON_BYTES
 from bel.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
-from bel.formats.signals import signals_held
+from bel.formats.signals import INTERRUPTS, signals_held
 from bel.repack.card import CARD_NAME
 from bel.repack.folder_lock import locked_folder
 from bel.repack.hub import Hub, Snapshot
@@ -216,3 +216,4 @@ def _settle(work: Path, target: Path, keep: set[str]) -> None:
             os.rename(work, target)
         fsync_folder(target)
         fsync_folder(target.parent)
+        INTERRUPTS.done()
