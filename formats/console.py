@@ -83,7 +83,8 @@ def run_command(command: click.Command, name: str, arguments: Sequence[str] | No
 
 def _interrupted(name: str) -> int:
     with contextlib.suppress(KeyboardInterrupt):  # one more while stderr blocks
-        _fail(name, "interrupted", InterruptedRun.exit_code)
+        what = "interrupted; the output is complete" if INTERRUPTS.is_done else "interrupted"
+        _fail(name, what, InterruptedRun.exit_code)
     return InterruptedRun.exit_code
 
 
@@ -209,6 +210,8 @@ def all_or_nothing() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
+        if INTERRUPTS.is_done:
+            raise
         raise InterruptedRun("interrupted; nothing was left behind") from None
 
 

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
-from types import FrameType
 
-from bel.formats.errors import InterruptedRun
+INTERRUPTED = 130  # `InterruptedRun.exit_code`, whose module is not loaded here
+
+
+def guard(name: str) -> None:
+    """From here on Ctrl-C ends this process with a line, until `run_command` sees to signals.  One that is ignored, as in a job
+    behind nohup, stays so.
+    """
+    is_told = False
+
+    def stop(*_: object) -> None:
+        nonlocal is_told
+        if is_told:
+            return  # a second signal, in the middle of the first: that one ends it
+        is_told = True
+        try:
+            os.write(2, f"{name}: error: interrupted\n".encode())
+        finally:  # stderr may be closed
+            os._exit(INTERRUPTED)  # nothing has begun that would have to end
+
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, stop)
 
 
 def start(name: str, module: str) -> None:
-    """Load a command's module and run its `main`, which sees to signals itself.  Ctrl-C before that ends with a line.
+    """Load a command's module and run its `main`, under `guard`."""
+    guard(name)
+    import importlib
 
-    A signal that is ignored, as in a job behind nohup, stays so.
-    """
-
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        os.write(2, f"{name}: error: interrupted\n".encode())
-        os._exit(InterruptedRun.exit_code)  # nothing has begun that would have to end
-
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, stop)
     importlib.import_module(module).main()

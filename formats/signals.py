@@ -33,29 +33,31 @@ class Interrupts:
     def __init__(self) -> None:
         self._last: float | None = None
         self._number = int(signal.SIGINT)
-        self._is_caught = self._is_done = False
+        self._is_caught = self._is_late = self.is_done = False
         self._other_hook = sys.__unraisablehook__
 
     @property
     def was_raised(self) -> bool:
         """Whether a signal counted in this command."""
-        return self._last is not None
+        return self._last is not None and (self._is_late or not self.is_done)
 
     def done(self) -> None:
         """What the command was asked for is in its place: from now on no signal stops it from saying so.
 
-        To be called while signals are held, so that one which came with the last step does not count either.
+        To be called while signals are held, so that one which came with the last step does not count either.  A second one,
+        REPEAT_SECONDS later, counts again: where the answer's reader hangs nothing else would end the command.
         """
-        self._is_done = self._is_caught
+        self.is_done = self._is_caught
 
     def counts(self, number: int, arrived: float | None = None) -> bool:
         """Whether a signal that arrived at this time (None: now) is no repeat of one that counted; if so, it counted."""
         arrived = time.monotonic() if arrived is None else arrived
-        if self._is_done:
-            return False
         if self._last is not None and arrived < self._last + REPEAT_SECONDS:
             return False
         self._number, self._last = number, time.monotonic()
+        if self.is_done and not self._is_late:
+            self._is_late = True
+            return False
         return True
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
@@ -65,7 +67,7 @@ class Interrupts:
 
     def raise_held(self, held: Sequence[Held]) -> None:
         """Raise KeyboardInterrupt for signals that were held back, as if they had been handled when they arrived."""
-        if self._is_done:
+        if self.is_done:
             return
         for number, arrived in held:
             # Under another handler nobody keeps count of repeats.
@@ -79,7 +81,7 @@ class Interrupts:
         Takes SIGALRM and its timer.  `is_last`: nothing is done in this process behind the block, so no signal can stop it.
         """
         self._last, self._other_hook = None, sys.unraisablehook
-        self._is_caught, self._is_done = True, False
+        self._is_caught, self._is_late, self.is_done = True, False, False
         before = {n: signal.getsignal(n) for n in (*STOPPING, signal.SIGALRM)}
         taken = [n for n in STOPPING if before[n] is not signal.SIG_IGN]
         sys.unraisablehook = self._lost
@@ -89,7 +91,7 @@ class Interrupts:
         try:
             yield
         finally:
-            self._is_caught = self._is_done = False
+            self._is_caught = self.is_done = False
             self._last = math.inf  # nothing counts any more: what would be raised here nobody catches
             for number in taken:
                 signal.signal(number, signal.SIG_IGN if is_last else before[number])

@@ -112,10 +112,10 @@ class StagingFolder:
                     os.close(self._lock)
                     self._lock = None
 
-    def publish(self, target: Path, *, replace: bool) -> None:
+    def publish(self, target: Path, *, replace: bool, is_last: bool) -> None:
         """Give the folder its final name, durably; after an error or a signal the names are what they were.
 
-        Raises UsageError where the target exists and may not be replaced.
+        `is_last` is that of `publish_files`.  Raises UsageError where the target exists and may not be replaced.
         """
         fsync_folder(self.path)
         exists = os.path.lexists(target)
@@ -130,6 +130,8 @@ class StagingFolder:
                     os.rename(self.path, target)
                 done = True
                 fsync_folder(target.parent)
+                if is_last:
+                    INTERRUPTS.done()
             self.is_published = True
         except BaseException:
             if done and exists:

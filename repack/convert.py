@@ -17,7 +17,6 @@ from bel.formats.experts_file import PartPlaces, pack_index
 from bel.formats.gguf_header import GgufHeader
 from bel.formats.gguf_model import GgufModel
 from bel.formats.manifest import DENSE, EXPERTS, MANIFEST_NAME, FileRow, Manifest, SourceRow, TensorRow, encode
-from bel.formats.signals import INTERRUPTS, signals_held
 from bel.formats.staging import StagingFolder
 from bel.repack.digests import GapCollector, SliceDigests
 from bel.repack.kept import KeptWriter
@@ -82,10 +81,8 @@ def convert(model: GgufModel, layout: Layout, target: Path, *, force: bool, chec
         seconds = time.monotonic() - began
         verify_seconds = _verify(staging.path, progress) if check else None
         check_target(target, [header.path for header in model.files], force=force)  # hours may have passed since the first look
-        with signals_held(then_raise=False):  # once it has its name the bundle is there, and no signal may say otherwise
-            staging.publish(target, replace=force)
-            INTERRUPTS.done()
-            return Converted(manifest, target, seconds, verify_seconds, run.bytes_read, sink.bytes_written)
+        staging.publish(target, replace=force, is_last=True)
+    return Converted(manifest, target, seconds, verify_seconds, run.bytes_read, sink.bytes_written)
 
 
 def space_needed(model: GgufModel, layout: Layout) -> int:

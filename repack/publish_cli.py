@@ -15,6 +15,7 @@ import click
 from bel.formats.bundle import open_bundle
 from bel.formats.console import SETTINGS, Progress, json_option, print_json, print_table, say
 from bel.formats.errors import InterruptedRun
+from bel.formats.signals import INTERRUPTS
 from bel.formats.units import format_bytes
 from bel.repack.path_cli import PATH
 from bel.repack.report import shell_word
@@ -108,6 +109,7 @@ def publish(
             hub = Hub(endpoint, show_progress=sys.stderr.isatty())
             with _ends_at_once():
                 address, done = send(ready, hub, private=private, progress=progress)
+                INTERRUPTS.done()
             answer |= {"url": address, "commit": done.commit}
     finally:
         progress.close()

@@ -62,9 +62,8 @@ def restore(bundle: Bundle, folder: Path, *, force: bool, progress: Callable[[st
             finally:
                 sink.close()
             _check_free(bundle, folder, names, force=force)
-            with signals_held(then_raise=False):  # once the files have their names no signal may say otherwise
-                publish_files(staging, folder, names, is_last=True)
-                return done
+            publish_files(staging, folder, names, is_last=True)
+    return done
 
 
 @contextlib.contextmanager

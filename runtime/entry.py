@@ -1,10 +1,15 @@
-"""`bel-run` as it is started."""
+"""`bel-run` as it is started.  Only its console script imports this: it takes SIGINT at once."""
 
-from __future__ import annotations
+import _signal  # type: ignore[import-not-found]  # `signal` itself takes a while to load
+import os
+
+# Before any import that takes time, and without a word, which `guard` can say: else Ctrl-C would end in a traceback.
+if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
+    _signal.signal(_signal.SIGINT, lambda *_: os._exit(130))
 
 import sys
 
-from bel.formats.entry import start
+from bel.formats.entry import guard, start
 
 NAME = "bel-run"
 _LIGHT = {"--help", "-h", "--version", "--bench", "--check-against"}
@@ -13,6 +18,7 @@ _LIGHT = {"--help", "-h", "--version", "--bench", "--check-against"}
 
 def main() -> None:
     """Entry point."""
+    guard(NAME)
     if _LIGHT.issuperset(sys.argv[1:]):
         _start()
         return

@@ -10,21 +10,25 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable
 from typing import NoReturn
 
+from bel.formats.signals import REPEAT_SECONDS, STOPPING
 from bel.runtime.black_box import BlackBox, use_black_box
 
-_PASSED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_AWAITED = (*_PASSED, signal.SIGTSTP, signal.SIGCONT, signal.SIGCHLD)
+_AWAITED = (*STOPPING, signal.SIGTSTP, signal.SIGCONT, signal.SIGCHLD)
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _REFUSED = 5  # `MachineError.exit_code`, whose module is not loaded here
+_INTERRUPTED = 130  # `InterruptedRun.exit_code`
+_PATIENCE = 3
+"""So many stopping signals, no two within REPEAT_SECONDS, kill a child that lives on: native code that hangs heeds none."""
 
 
 def supervised(name: str, work: Callable[[], None]) -> None:
     """Run `work` in a child, and end this process as the child ends: with its status, or with a message on what killed it.
 
-    Only the child returns, where `work` does.  To be called before there is a thread.
+    Only the child returns, where `work` does.  To be called before there is a thread, and under `guard`.
     """
     parent = os.getpid()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
@@ -37,16 +41,16 @@ def supervised(name: str, work: Callable[[], None]) -> None:
         _say(f"{name}: error: the machine refuses: {error.strerror}. {hint}\n")
         os._exit(_REFUSED)
     if child:
-        _end(name, _wait(child), box)
+        status, is_killed = _wait(child)
+        if is_killed and os.WIFSIGNALED(status):
+            _say(f"{_newline()}{name}: error: interrupted; it did not end by itself and was killed\n")
+            os._exit(_INTERRUPTED)
+        _end(name, status, box)
     _die_with(parent)
     os.environ["GGML_NO_BACKTRACE"] = "1"  # else a debugger would print pages in front of the message
     use_black_box(box)
-    try:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        work()
-    except KeyboardInterrupt:  # before `work` had seen to it
-        _say(f"{name}: error: interrupted\n")
-        os._exit(128 + signal.SIGINT)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    work()
 
 
 def _die_with(parent: int) -> None:
@@ -58,14 +62,17 @@ def _die_with(parent: int) -> None:
         os._exit(128 + signal.SIGKILL)
 
 
-def _wait(child: int) -> int:
-    """Pass signals on until the child has ended; its status as of `waitpid`."""
+def _wait(child: int) -> tuple[int, bool]:
+    """Pass signals on until the child has ended; its status as of `waitpid`, and whether it was killed from here."""
+    stops = _Stops()
     while True:
         got = signal.sigwaitinfo(_AWAITED)
         if got.si_signo == signal.SIGCHLD:
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
-                return status
+                return status, stops.number >= _PATIENCE
+        elif got.si_signo in STOPPING and stops.count() >= _PATIENCE:
+            os.kill(child, signal.SIGKILL)
         elif got.si_signo == signal.SIGCONT:
             os.kill(child, signal.SIGCONT)
         # A terminal sends its signals to both.  What a process sends may be for this one alone.
@@ -73,6 +80,21 @@ def _wait(child: int) -> int:
             os.kill(child, got.si_signo)
         if got.si_signo == signal.SIGTSTP:
             _stop()
+
+
+class _Stops:
+    """Counts stopping signals; repeats of one, as two copies of one Ctrl-C, are one."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._last = 0.0
+
+    def count(self) -> int:
+        """Another one came: how many there were."""
+        now = time.monotonic()
+        if not self.number or now >= self._last + REPEAT_SECONDS:
+            self.number, self._last = self.number + 1, now
+        return self.number
 
 
 def _stop() -> None:
@@ -94,8 +116,7 @@ def _end(name: str, status: int, box: BlackBox) -> NoReturn:
         _die_by(number)
     kind = DamagedBundleError if box.is_bundle else BadInputError
     error = crash_error(number, box.files, kind, box.words, what=name, path=box.model)
-    newline = "\n" if os.isatty(1) and os.isatty(2) else ""  # text may have ended in the middle of a line
-    _say(f"{newline}{name}: error: {printable_line(str(error))}\n")
+    _say(f"{_newline()}{name}: error: {printable_line(str(error))}\n")
     os._exit(error.exit_code)
 
 
@@ -106,6 +127,11 @@ def _die_by(number: int) -> NoReturn:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
     os.kill(os.getpid(), number)
     os._exit(128 + number)  # the first process of a container lives on
+
+
+def _newline() -> str:
+    """A terminal's text may have ended in the middle of a line."""
+    return "\n" if os.isatty(1) and os.isatty(2) else ""
 
 
 def _say(text: str) -> None:

@@ -11,9 +11,10 @@ from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # synth and the other helper modules beside the tests
 
-# A job in the background of a shell ignores interrupts, and so would every command that a test interrupts.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A job in the background of a shell ignores interrupts, one behind nohup hangups, and so would every command that a test stops.
+for _number, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _usual)
 
 # A run is the same everywhere: seeded, and without a deadline, which a busy machine would miss.
 settings.register_profile(

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from bel.formats.signals import REPEAT_SECONDS
+from bel.formats.staging import replace_file
 
 _COMMAND = """
 import ctypes, functools, gc, operator, os, signal, sys, time, weakref
@@ -159,14 +164,16 @@ def test_a_recording_interrupted_late_names_what_is_there(
     assert run_command(main_group, "bel-profile", hint.split()[1:]) == 0
     assert output.exists()
 
-    def too_late(path: Path, data: bytes) -> None:
-        path.write_bytes(data)
+    def struck(path: Path, data: bytes) -> None:
+        replace_file(path, data)
         signal.raise_signal(signal.SIGINT)
 
     capsys.readouterr()
-    monkeypatch.setattr("bel.profiler.record_cli.replace_file", too_late)
-    assert run_command(main_group, "bel-profile", [*command, "--force"]) == 130
-    assert f"{trace} and {output} are written" in capsys.readouterr().err
+    monkeypatch.setattr("bel.profiler.record_cli.replace_file", struck)
+    assert run_command(main_group, "bel-profile", [*command, "--force"]) == 0
+    said = capsys.readouterr()
+    assert f"wrote {trace} and {output}" in said.out
+    assert "interrupted" not in said.err
 
 
 def test_a_recording_interrupted_early_leaves_nothing(
@@ -180,3 +187,117 @@ def test_a_recording_interrupted_early_leaves_nothing(
     assert run_command(main_group, "bel-profile", command) == 130
     assert capsys.readouterr().err == "bel-profile: error: interrupted; nothing was recorded\n"
     assert list(tmp_path.iterdir()) == []
+
+
+_STRUCK_STEP = """
+import os, signal
+import bel.formats.staging as staging, bel.repack.cli as cli
+real = {step}
+def struck(*arguments, **named):
+    if {is_before}:
+        strike()
+    result = real(*arguments, **named)
+    strike()
+    return result
+def strike():
+    os.kill(os.getpid(), signal.SIGTERM)
+    sum(range(1000))  # bytecodes, between which Python handles it
+{step} = struck
+cli.main()
+"""
+CONVERT, RESTORE = ("m.gguf", "-o", "m.bel"), ("restore", "old.bel", "-o", "out")
+
+
+def struck_at(step: str, folder: Path, *arguments: str, is_before: bool = False) -> subprocess.CompletedProcess[str]:
+    """`bel-repack`, struck behind each call of a step, or on both sides of it."""
+    code = _STRUCK_STEP.format(step=step, is_before=is_before)
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def place(example: Path, tmp_path: Path) -> Path:
+    """A folder with a model, m.gguf, its bundle, old.bel, and what a forced run replaces: m.bel and a file in out."""
+    from bel.formats.console import run_command
+    from bel.repack.cli import main_group
+
+    shutil.copy(example, tmp_path / "m.gguf")
+    for name in ("old.bel", "m.bel"):
+        assert run_command(main_group, "bel-repack", [str(tmp_path / "m.gguf"), "-o", str(tmp_path / name)]) == 0
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "m.gguf").write_bytes(b"old")
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", [CONVERT, RESTORE], ids=["convert", "restore"])
+@pytest.mark.parametrize("step", ["staging.exchange", "staging.StagingFolder._remove", "staging._remove", "cli.print_table"])
+def test_a_signal_behind_the_last_name_changes_nothing(step: str, command: tuple[str, ...], place: Path) -> None:
+    """With the exchange of the names, around the removal of what was replaced, and around the answer."""
+    new = place / command[-1] / ("m.gguf" if command is RESTORE else "")
+    before, names = new.stat().st_ino, sorted(place.rglob("*"))
+    done = struck_at(step, place, *command, "--force", is_before=step != "staging.exchange")
+    assert (done.returncode, done.stderr) == (0, ""), done
+    assert done.stdout.startswith("repacked" if command is CONVERT else "restored into")
+    assert new.stat().st_ino != before
+    assert sorted(place.rglob("*")) == names
+
+
+@pytest.mark.parametrize("command", [CONVERT, RESTORE], ids=["convert", "restore"])
+def test_a_signal_with_a_first_name_changes_nothing(command: tuple[str, ...], place: Path) -> None:
+    shutil.rmtree(place / command[-1])
+    done = struck_at("os.rename", place, *command, "--json")
+    assert (done.returncode, done.stderr) == (0, ""), done
+    assert json.loads(done.stdout)
+    assert (place / command[-1]).is_dir()
+
+
+@pytest.mark.parametrize(
+    ("step", "command"), [("staging.StagingFolder.publish", CONVERT), ("staging.StagingFolder._make", RESTORE)]
+)
+def test_a_signal_before_the_last_name_leaves_nothing(step: str, command: tuple[str, ...], place: Path) -> None:
+    inodes = {path: path.stat().st_ino for path in place.rglob("*")}
+    done = struck_at(step, place, *command, "--force", is_before=True)
+    assert (done.returncode, done.stdout) == (130, ""), done
+    assert done.stderr == "bel-repack: error: interrupted; nothing was left behind\n"
+    assert {path: path.stat().st_ino for path in place.rglob("*")} == inodes
+
+
+def test_a_fetch_is_done_with_its_name(tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    code = """
+import os, signal, sys
+from pathlib import Path
+import click
+from bel.formats.console import run_command
+from bel.repack import fetch
+real = os.rename
+def struck(*names):
+    real(*names)
+    signal.raise_signal(signal.SIGINT)
+os.rename = struck
+def work():
+    fetch._settle(Path("work"), Path("new.bel"), set())
+    signal.raise_signal(signal.SIGINT)
+    click.echo("fetched")
+sys.exit(run_command(click.Command("x", callback=work), "bel-x"))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "fetched\n", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["new.bel"]
+
+
+def test_an_answer_that_hangs_can_be_interrupted() -> None:
+    """Nobody reads it: the second Ctrl-C ends the command, and says that the work is done."""
+    body = f"strike(); time.sleep({REPEAT_SECONDS + 0.1}); strike()"
+    done = outcome(f"from bel.formats.signals import INTERRUPTS; INTERRUPTS.done(); {body}")
+    assert (done.returncode, done.stdout) == (130, "cleaned up\n"), done
+    assert done.stderr == "bel-x: error: interrupted; the output is complete\n"
+
+
+def test_what_is_done_in_no_command_stops_nothing_later() -> None:
+    """A program that uses the library has its own handlers, and goes on."""
+    from bel.formats.signals import Interrupts
+
+    interrupts = Interrupts()
+    interrupts.done()
+    assert interrupts.counts(signal.SIGINT)

@@ -271,6 +271,46 @@ def test_a_repeat_of_the_first_signal_is_no_second_one(monkeypatch: pytest.Monke
         request.note(signal.SIGINT, None)
 
 
+_HANGS = "lock = ctypes.create_string_buffer(64); [ctypes.CDLL(None).pthread_mutex_lock(lock) for _ in range(2)]"
+"""A mutex that is locked twice: no signal that is handled ends the wait."""
+
+
+@contextlib.contextmanager
+def hanging() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """`bel-run` in a process group of its own, with a child that hangs in native code, and that child."""
+    death = f"print('hangs', flush=True); {_HANGS}"
+    command = [sys.executable, "-c", _AT_DECODE.format(death=death), *STOCK, "-p", "x", "-n", "9", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "hangs\n"
+        (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="ascii").split()
+        yield process, int(child)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+@pytest.mark.parametrize("is_group", [False, True], ids=["command", "group"])
+def test_a_child_that_hangs_is_killed_at_the_third_signal(is_group: bool) -> None:
+    send = os.killpg if is_group else os.kill
+    with hanging() as (process, child):
+        for _ in range(2):
+            for _ in range(3):  # repeats of one, which count as one
+                send(process.pid, signal.SIGINT)
+                time.sleep(0.02)
+            time.sleep(REPEAT_SECONDS)
+            assert state_of(child) != "Z"
+            assert process.poll() is None
+        send(process.pid, signal.SIGTERM)
+        _, said = process.communicate(timeout=WAIT_SECONDS)
+        assert process.returncode == 130
+        assert said.splitlines()[-1] == "bel-run: error: interrupted; it did not end by itself and was killed"
+        assert said.count("interrupted") == 1
+        assert state_of(child) == "Z"
+
+
 @given(st.lists(st.binary(max_size=3000), max_size=6))
 def test_a_black_box_has_the_last_words(said: list[bytes]) -> None:
     box = BlackBox()
