@@ -13,8 +13,8 @@ from bel.formats.errors import BadInputError, DamagedBundleError
 from bel.formats.experts_file import INDEX_HEADER, PAGE_BYTES, experts_header, unpack_index
 from bel.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, decode
 
-_PART = re.compile(r".*(?:-dense\.gguf|-ple\.gguf|-experts\.idx|-experts(?:-\d{5}-of-\d{5})?\.bin)", re.DOTALL | re.ASCII)
-"""The name of a file that a conversion wrote (FORMATS.md); the manifest may be lost beside it."""
+DATA_NAME = re.compile(r"(.*)(?:-dense\.gguf|-ple\.gguf|-experts\.idx|-experts(?:-\d{5}-of-\d{5})?\.bin)", re.DOTALL | re.ASCII)
+"""The name of a file that a conversion wrote: the bundle's name, and what it is (SPEC.md); its manifest may be lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def open_bundle(folder: Path) -> Bundle:
         what = "this is not a bundle (a folder with a manifest.json)" if os.path.lexists(folder) else "no such bundle"
         raise BadInputError(what, path=str(folder))
     if not path.is_file():
-        if not any(_PART.fullmatch(name) for name in os.listdir(folder)):
+        if not any(DATA_NAME.fullmatch(name) for name in os.listdir(folder)):
             raise BadInputError("this is not a bundle: the folder has no manifest.json", path=str(folder))
         raise DamagedBundleError("the bundle has no manifest.json: it was lost", path=str(folder))
     data = read_file(path, MAX_MANIFEST_BYTES)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bel.formats.atomic import read_head
+from bel.formats.bundle import DATA_NAME
 from bel.formats.experts_file import EXPERTS_MAGIC, INDEX_MAGIC
 from bel.formats.manifest import FORMAT, MANIFEST_NAME, MAX_MANIFEST_BYTES
 from bel.repack.upload_plan import LICENSE_NAMES, PLAN_NAME, PROFILE_NAME, SUMS_NAME
@@ -28,7 +29,6 @@ MAX_TEXT_BYTES = 4 << 20  # of a card or of the sums of a thousand shards, many 
 _HEAD_BYTES = 64 << 10  # a manifest begins with its format and name, whatever befell the rest
 _MARK = re.compile(rb'"format"\s*:\s*' + json.dumps(FORMAT).encode())
 _NAME = re.compile(rb'"name"\s*:\s*("(?:[^"\\]|\\.)*")')
-_DATA = re.compile(r"(.*)(?:-dense\.gguf|-ple\.gguf|-experts\.idx|-experts(?:-\d{5}-of-\d{5})?\.bin)", re.DOTALL | re.ASCII)
 _KEPT_SUFFIX = ".hdr.zst"
 _KEPT_MAGIC = b"\x28\xb5\x2f\xfd"  # of a zstandard frame (RFC 8878)
 _SUM = re.compile(r"\\?[0-9a-f]{64}  (.+)", re.ASCII)
@@ -78,7 +78,7 @@ def foreign_leftovers(folder: Path, also: Collection[str] = ()) -> tuple[str, ..
 def _foreign_leftovers(folder: Path, known: Collection[str]) -> list[str]:
     names = os.listdir(folder)
     said = _claims(folder, names)
-    bases = said.bases | {match[1] for match in map(_DATA.fullmatch, names) if match}
+    bases = said.bases | {match[1] for match in map(DATA_NAME.fullmatch, names) if match}
     claims = _Claims(True, said.files, bases)
     checked = [name for name in names if name not in known and not (folder / name).is_symlink()]
     place = folder / SOURCE_NAME
@@ -135,7 +135,7 @@ def _bases_by_magic(folder: Path, names: list[str]) -> frozenset[str]:
     """NAME of every NAME-experts.idx and NAME-experts.bin that begins as one does."""
     bases = set()
     for name in names:
-        match = _DATA.fullmatch(name)
+        match = DATA_NAME.fullmatch(name)
         magic = INDEX_MAGIC if name.endswith(".idx") else EXPERTS_MAGIC if name.endswith(".bin") else b""
         if match and magic and (folder / name).is_file() and read_head(folder / name, len(magic)) == magic:
             bases.add(match[1])
@@ -154,7 +154,7 @@ def _is_own(folder: Path, name: str, claims: _Claims) -> bool:
     path = folder / name
     if path.is_dir() and not path.is_symlink():
         return False
-    match = _DATA.fullmatch(name)
+    match = DATA_NAME.fullmatch(name)
     if name in claims.files or (match is not None and match[1] in claims.bases):
         return name not in (README_NAME, PROFILE_NAME, PLAN_NAME, *LICENSE_NAMES)  # whatever a manifest says
     if name == README_NAME:

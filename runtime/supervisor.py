@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
+from bel.formats.entry import INTERRUPTED
 from bel.formats.signals import REPEAT_SECONDS, STOPPING
 from bel.runtime.black_box import BlackBox, use_black_box
 
 _AWAITED = (*STOPPING, signal.SIGTSTP, signal.SIGCONT, signal.SIGCHLD)
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _REFUSED = 5  # `MachineError.exit_code`, whose module is not loaded here
-_INTERRUPTED = 130  # `InterruptedRun.exit_code`
 _PATIENCE = 3
 """So many stopping signals, no two within REPEAT_SECONDS, kill a child that lives on: native code that hangs heeds none."""
 
@@ -44,7 +44,7 @@ def supervised(name: str, work: Callable[[], None]) -> None:
         status, is_killed = _wait(child)
         if is_killed and os.WIFSIGNALED(status):
             _say(f"{_newline()}{name}: error: interrupted; it did not end by itself and was killed\n")
-            os._exit(_INTERRUPTED)
+            os._exit(INTERRUPTED)
         _end(name, status, box)
     _die_with(parent)
     os.environ["GGML_NO_BACKTRACE"] = "1"  # else a debugger would print pages in front of the message

@@ -11,6 +11,16 @@ import pytest
 import synth
 from faults import Outcome, run_cli, tree
 
+FRONT = {
+    "license": "mit",
+    "base_model": "org/base",
+    "base_model_relation": "quantized",
+    "library_name": "gguf",
+    "pipeline_tag": "text-generation",
+    "tags": ["gguf", "moe", "expert-offload", "bel"],
+}
+"""What the head of a generated card says."""
+
 
 def ple_model(seed: int = 0) -> synth.Gguf:
     """A model that gives every kind of file of a bundle: dense, PLE, experts, kept bytes in a gap and in the tail."""
@@ -63,3 +73,9 @@ def undisturbed(folder: Path, source: Path) -> dict[str, tuple[str, int]]:
 def source(tmp_path: Path) -> Path:
     """A split set to convert; the path of its first file."""
     return write_set(tmp_path / "in")
+
+
+@pytest.fixture
+def reference(tmp_path: Path, source: Path) -> dict[str, tuple[str, int]]:
+    """What an undisturbed run makes of it."""
+    return undisturbed(tmp_path, source)

@@ -15,17 +15,13 @@ from bel.formats.errors import BadInputError
 from bel.formats.gguf_model import open_model
 from bel.repack.convert import convert
 from bel.repack.layout import plan_layout
-from repack_runs import big_model, write_set
+from repack_runs import big_model
+from repack_runs import source as source
 
 
 @pytest.fixture(scope="module")
 def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return big_model(tmp_path_factory.mktemp("big"))
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return write_set(tmp_path / "in")
 
 
 def _append(path: Path) -> None:

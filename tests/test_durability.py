@@ -8,12 +8,7 @@ from pathlib import Path
 import pytest
 
 from faults import run_cli
-from repack_runs import write_set
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return write_set(tmp_path / "in")
+from repack_runs import source as source
 
 
 def test_every_file_and_folder_is_flushed_before_the_final_name_appears(

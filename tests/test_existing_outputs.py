@@ -14,22 +14,14 @@ from bel.formats.gguf_model import open_model
 from bel.repack.convert import convert
 from bel.repack.layout import plan_layout
 from faults import run_cli, tree
-from repack_runs import assert_refused, big_model, undisturbed, write_set
+from repack_runs import assert_refused, big_model, write_set
+from repack_runs import reference as reference
+from repack_runs import source as source
 
 
 @pytest.fixture(scope="module")
 def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return big_model(tmp_path_factory.mktemp("big"))
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return write_set(tmp_path / "in")
-
-
-@pytest.fixture
-def reference(tmp_path: Path, source: Path) -> dict[str, tuple[str, int]]:
-    return undisturbed(tmp_path, source)
 
 
 def test_two_runs_for_one_output(tmp_path: Path, big: Path) -> None:

@@ -11,17 +11,9 @@ import pytest
 
 import faults
 from faults import Outcome, in_child, run_cli, tree
-from repack_runs import assert_refused, undisturbed, write_set
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return write_set(tmp_path / "in")
-
-
-@pytest.fixture
-def reference(tmp_path: Path, source: Path) -> dict[str, tuple[str, int]]:
-    return undisturbed(tmp_path, source)
+from repack_runs import assert_refused, write_set
+from repack_runs import reference as reference
+from repack_runs import source as source
 
 
 def only_cleaning_failed(outcome: Outcome) -> bool:

@@ -12,16 +12,12 @@ import faults
 import synth
 from faults import real, run_cli, tree
 from repack_runs import assert_refused, big_model, write_set
+from repack_runs import source as source
 
 
 @pytest.fixture(scope="module")
 def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return big_model(tmp_path_factory.mktemp("big"))
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return write_set(tmp_path / "in")
 
 
 def test_a_disk_too_small_is_refused_before_the_first_byte(tmp_path: Path, big: Path) -> None:

@@ -16,17 +16,10 @@ from bel.repack.card import compose
 from exactness import repack
 from faults import Outcome, answer, finish, real, refused, start, tree, wait_until
 from hub_server import Fault, Hub, client_environment, serving
+from repack_runs import FRONT
 
 REPO = "org/tiny"
 EXPERTS = "tiny-experts.bin"
-FRONT = {
-    "license": "mit",
-    "base_model": "org/base",
-    "base_model_relation": "quantized",
-    "library_name": "gguf",
-    "pipeline_tag": "text-generation",
-    "tags": ["gguf", "moe", "expert-offload", "bel"],
-}
 
 
 @pytest.fixture(scope="module")

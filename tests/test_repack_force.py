@@ -18,26 +18,9 @@ from bel.repack.own_files import contents, foreign_leftovers
 from bel.repack.upload_plan import sums_line
 from exactness import repack
 from faults import mounted, run_cli, tree
-from repack_runs import assert_refused, ple_model, undisturbed, write_set
-
-FRONT = {
-    "license": "mit",
-    "base_model": "org/base",
-    "base_model_relation": "quantized",
-    "library_name": "gguf",
-    "pipeline_tag": "text-generation",
-    "tags": ["gguf", "moe", "expert-offload", "bel"],
-}
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return write_set(tmp_path / "in")
-
-
-@pytest.fixture
-def reference(tmp_path: Path, source: Path) -> dict[str, tuple[str, int]]:
-    return undisturbed(tmp_path, source)
+from repack_runs import FRONT, assert_refused, ple_model
+from repack_runs import reference as reference
+from repack_runs import source as source
 
 
 @pytest.fixture

@@ -11,12 +11,8 @@ import pytest
 
 import faults
 from faults import COMMAND, answer, run_cli, tree
-from repack_runs import assert_refused, big_model, ple_model, undisturbed, write_set
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return write_set(tmp_path / "in")
+from repack_runs import assert_refused, big_model, ple_model, undisturbed
+from repack_runs import source as source
 
 
 @pytest.fixture

@@ -13,7 +13,9 @@ import pytest
 
 import faults
 from faults import Outcome, in_child, real, run_cli, tree
-from repack_runs import assert_refused, big_model, undisturbed, write_set
+from repack_runs import assert_refused, big_model, write_set
+from repack_runs import reference as reference
+from repack_runs import source as source
 
 KILL, INT, TERM = signal.SIGKILL, signal.SIGINT, signal.SIGTERM
 
@@ -21,16 +23,6 @@ KILL, INT, TERM = signal.SIGKILL, signal.SIGINT, signal.SIGTERM
 @pytest.fixture(scope="module")
 def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return big_model(tmp_path_factory.mktemp("big"))
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return write_set(tmp_path / "in")
-
-
-@pytest.fixture
-def reference(tmp_path: Path, source: Path) -> dict[str, tuple[str, int]]:
-    return undisturbed(tmp_path, source)
 
 
 def test_a_kill_at_any_call_leaves_no_final_name_and_the_next_run_is_clean(
